@@ -1,0 +1,84 @@
+"""What the launcher says about this process: the one place that reads its environment variables."""
+
+import atexit
+import dataclasses
+import os
+from datetime import timedelta
+from typing import Self
+
+import torch.distributed as dist
+
+_INIT_TIMEOUT = timedelta(seconds=1800)
+"""Limit for joining; the loop replaces it by its own init and step timeouts once the context exists."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchEnvironment:
+    """Ranks of this process as torchrun and compatible launchers set them; a plain process is rank 0 of 1."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    node_rank: int
+    num_nodes: int
+    master_addr: str
+
+    @classmethod
+    def read(cls) -> Self:
+        """Read the environment, or the default process group where one exists.
+
+        Raises:
+            ValueError: With all malformed variables.
+        """
+        problems: list[str] = []
+        world_size = _integer("WORLD_SIZE", 1, 1, problems)
+        rank = _integer("RANK", 0, 0, problems)
+        local_rank = _integer("LOCAL_RANK", rank, 0, problems)
+        local_world_size = _integer("LOCAL_WORLD_SIZE", world_size, 1, problems)
+        if not problems and rank >= world_size:
+            problems.append(f"RANK={rank} must be less than WORLD_SIZE={world_size}")
+        if problems:
+            raise ValueError(f"Malformed launch environment: {'; '.join(problems)}.")
+        if dist.is_initialized():
+            world_size, rank = dist.get_world_size(), dist.get_rank()
+        return cls(
+            rank=rank,
+            world_size=world_size,
+            local_rank=local_rank,
+            node_rank=rank // local_world_size,
+            num_nodes=max(1, world_size // local_world_size),
+            master_addr=os.environ.get("MASTER_ADDR", "localhost"),
+        )
+
+    def ensure_process_group(self, backend: str) -> None:
+        """Create the default process group, unless its owner has done so. Blocks until all ranks are here.
+
+        Args:
+            backend: Backend string of ``init_process_group``.
+        """
+        if dist.is_initialized():
+            return
+        missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+        if missing:
+            raise ValueError(
+                f"{' and '.join(missing)} not set, so the {self.world_size} processes cannot find each other. "
+                f"Start the job with torchrun --nproc-per-node {self.world_size}."
+            )
+        dist.init_process_group(backend, timeout=_INIT_TIMEOUT)
+        # Gloo's threads abort the process now and then when the interpreter tears the group down by itself.
+        atexit.register(_destroy_process_group)
+
+
+def _destroy_process_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _integer(name: str, default: int, minimum: int, problems: list[str]) -> int:
+    text = os.environ.get(name)
+    if text is None:
+        return default
+    if not (text.isascii() and text.isdigit()) or int(text) < minimum:
+        problems.append(f"{name}={text!r} must be a whole number of at least {minimum}")
+        return default
+    return int(text)

@@ -1,0 +1,82 @@
+"""Process groups of a job, each set of ranks once, however many mesh dimensions refer to it."""
+
+import dataclasses
+from datetime import timedelta
+from itertools import product
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import (
+    _set_pg_timeout,  # pyright: ignore[reportPrivateUsage]  # there is no public way to change a timeout (torch 2.13)
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RankLayout:
+    """Ranks laid out row-major over named dimensions, seen from one of them."""
+
+    shape: dict[str, int]
+    """Degree of each dimension, outermost first. Their product is the number of ranks."""
+    rank: int
+    """The rank to look from."""
+
+    def coordinate(self, name: str) -> int:
+        """Return the index of the rank along a dimension."""
+        inner = 1
+        for other in reversed(self.shape):
+            if other == name:
+                break
+            inner *= self.shape[other]
+        return self.rank // inner % self.shape[name]
+
+    def peers(self, names: tuple[str, ...]) -> tuple[int, ...]:
+        """Return, in ascending order, the ranks that differ from this one at most in the given dimensions."""
+        choices = [
+            range(degree) if name in names else (self.coordinate(name),) for name, degree in self.shape.items()
+        ]
+        ranks: list[int] = []
+        for coordinate in product(*choices):
+            rank = 0
+            for index, degree in zip(coordinate, self.shape.values(), strict=True):
+                rank = rank * degree + index
+            ranks.append(rank)
+        return tuple(ranks)
+
+
+class GroupPool:
+    """Creates the process groups of this rank, and hands out the same one for the same ranks.
+
+    Two mesh dimensions that join the same ranks share a group: each communicator costs memory and start-up time on an
+    accelerator. The group of all ranks is the default one.
+    """
+
+    def __init__(self) -> None:
+        """Start with the default group, which must exist."""
+        world = dist.group.WORLD
+        assert world is not None  # the caller has initialised it
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {tuple(range(dist.get_world_size())): world}
+
+    def group(self, ranks: tuple[int, ...], description: str) -> dist.ProcessGroup:
+        """Return the group of the given ranks, this one among them, creating it on first use.
+
+        All members of a new group must call this, in the same order relative to their other new groups. Only members
+        take part, so that start-up does not grow with the number of ranks of the job.
+
+        Args:
+            ranks: Global ranks in ascending order.
+            description: Shown by PyTorch's debugging tools.
+        """
+        if ranks not in self._groups:
+            group = dist.new_group(list(ranks), use_local_synchronization=True, group_desc=description)
+            assert isinstance(group, dist.ProcessGroup)  # only non-members get a placeholder
+            self._groups[ranks] = group
+        return self._groups[ranks]
+
+    @property
+    def groups(self) -> tuple[dist.ProcessGroup, ...]:
+        """All groups of this rank, the default one first."""
+        return tuple(self._groups.values())
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set the time limit of collectives that start from now on, on every group."""
+        for group in self._groups.values():
+            _set_pg_timeout(timeout, group)

@@ -1,0 +1,37 @@
+"""Names for the values that travel between data, model, pipeline and trackers."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias, TypeVar
+
+import torch
+
+TLeaf = TypeVar("TLeaf")
+
+# A dataclass of any kind may be a node, so the type system can not say more than Any; the parameter documents the leaf.
+PyTree: TypeAlias = TLeaf | Any
+"""A nest of dicts, lists, tuples, named tuples and dataclasses whose leaves are of one type; None is an empty node."""
+
+TensorTree: TypeAlias = PyTree[torch.Tensor]
+"""A `PyTree` of tensors."""
+
+ScalarTree: TypeAlias = PyTree[str | float | int | bool]
+"""A `PyTree` of plain values, such as hyperparameters."""
+
+CollateFn: TypeAlias = Callable[[Sequence[Any]], PyTree[Any]]
+"""Makes one microbatch from a list of samples."""
+
+MicrobatchPack: TypeAlias = Sequence[PyTree[Any]]
+"""The microbatches that one optimizer step consumes on this rank, in order. They may differ in shape."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Describes a tensor that does not exist yet. It is a leaf of a `PyTree`, although it is a dataclass."""
+
+    shape: tuple[int, ...]
+    """Size of each dimension."""
+    dtype: torch.dtype
+    """Element type."""
+    layout: torch.layout = torch.strided
+    """Memory layout."""

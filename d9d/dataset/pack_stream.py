@@ -1,0 +1,166 @@
+"""Streams of packs: the microbatches of one step on one rank."""
+
+from collections.abc import Iterator, Sized
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+from d9d.core.device import pin_memory_supported, resolve_device_type
+from d9d.core.dist_context import DistributedContext
+from d9d.core.protocol import DataLoaderProtocol, MicrobatchPackStream
+from d9d.core.pytree import tree_map_only
+from d9d.core.types import MicrobatchPack
+
+__all__ = [
+    "FixedCountMicrobatchPacker",
+    "PinMemoryMicrobatchPackStream",
+    "RankInvariantStream",
+    "has_rank_invariant_state",
+    "num_microbatches_for_global_batch",
+]
+
+
+@runtime_checkable
+class RankInvariantStream(Protocol):
+    """Describes a stream whose state may be the same on all ranks, so that it can be resumed by any number of them."""
+
+    @property
+    def has_rank_invariant_state(self) -> bool:
+        """Tell whether `state_dict` returns the same on every rank."""
+        ...
+
+
+def has_rank_invariant_state(stream: object) -> bool:
+    """Tell whether a stream declares that its state is the same on all ranks."""
+    return isinstance(stream, RankInvariantStream) and stream.has_rank_invariant_state
+
+
+def num_microbatches_for_global_batch(
+    dist_context: DistributedContext, global_batch_size: int, microbatch_size: int
+) -> int:
+    """Return the number of microbatches per step on one rank, which is the gradient accumulation factor.
+
+    Args:
+        dist_context: Topology of the job.
+        global_batch_size: Samples per step over all ranks.
+        microbatch_size: Samples per microbatch.
+
+    Raises:
+        ValueError: The global batch is not a multiple of the data-parallel degree times the microbatch size.
+    """
+    for name, value in {"global_batch_size": global_batch_size, "microbatch_size": microbatch_size}.items():
+        if value < 1:
+            raise ValueError(f"{name} ({value}) must be at least 1.")
+    per_round = dist_context.dp_size * microbatch_size
+    count, rest = divmod(global_batch_size, per_round)
+    if rest:
+        valid = " or ".join(str(n * per_round) for n in (count, count + 1) if n > 0)
+        raise ValueError(
+            f"global_batch_size ({global_batch_size}) is not a multiple of data_parallel * microbatch_size "
+            f"({dist_context.dp_size} * {microbatch_size} = {per_round}). Use {valid}."
+        )
+    return count
+
+
+class FixedCountMicrobatchPacker(MicrobatchPackStream):
+    """Groups the microbatches of a loader into packs of the same count.
+
+    The stream ends with the loader. All ranks must have loaders of the same length.
+
+    Args:
+        loader: Yields the microbatches of this rank.
+        microbatches_per_step: Number of microbatches of a pack.
+        drop_last: Leave out a last pack that is not full, instead of yielding it with fewer microbatches.
+    """
+
+    def __init__(self, loader: DataLoaderProtocol, microbatches_per_step: int, drop_last: bool = True) -> None:
+        if microbatches_per_step < 1:
+            raise ValueError(f"microbatches_per_step ({microbatches_per_step}) must be at least 1.")
+        self._loader = loader
+        self._microbatches_per_step = microbatches_per_step
+        self._drop_last = drop_last
+
+    @property
+    def has_rank_invariant_state(self) -> bool:
+        """Tell whether the state of the loader is the same on every rank."""
+        return has_rank_invariant_state(self._loader)
+
+    # `Any`: microbatches are of whatever type the collate function returns.
+    def __iter__(self) -> Iterator[MicrobatchPack]:
+        pack: list[Any] = []
+        for microbatch in self._loader:
+            pack.append(microbatch)
+            if len(pack) == self._microbatches_per_step:
+                yield tuple(pack)
+                pack = []
+        if pack and not self._drop_last:
+            yield tuple(pack)
+
+    @property
+    def total_steps(self) -> int | None:
+        """Number of packs of one pass over the loader, or None if the loader has no length."""
+        num_microbatches = _length_or_none(self._loader)
+        if num_microbatches is None:
+            return None
+        if self._drop_last:
+            return num_microbatches // self._microbatches_per_step
+        return -(-num_microbatches // self._microbatches_per_step)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position after the last pack that was handed out."""
+        return self._loader.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Move to a saved position. It takes effect at the next `iter()`."""
+        self._loader.load_state_dict(state_dict)
+
+
+class PinMemoryMicrobatchPackStream(MicrobatchPackStream):
+    """Copies packs to page-locked memory, from where copies to the device do not block the host.
+
+    Where the device gains nothing from it, such as on CPU, packs pass unchanged.
+
+    Args:
+        inner: Stream of packs in ordinary memory.
+        is_supported: Whether the device profits from page-locked memory. Default: ask the device of this process.
+    """
+
+    def __init__(self, inner: MicrobatchPackStream, is_supported: bool | None = None) -> None:
+        self._inner = inner
+        self._is_supported = _device_profits_from_pinning() if is_supported is None else is_supported
+
+    @property
+    def has_rank_invariant_state(self) -> bool:
+        """Tell whether the state of the inner stream is the same on every rank."""
+        return has_rank_invariant_state(self._inner)
+
+    def __iter__(self) -> Iterator[MicrobatchPack]:
+        for pack in self._inner:
+            yield tree_map_only(torch.Tensor, torch.Tensor.pin_memory, pack) if self._is_supported else pack
+
+    @property
+    def total_steps(self) -> int | None:
+        """Number of packs of the inner stream."""
+        return self._inner.total_steps
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position of the inner stream."""
+        return self._inner.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Move the inner stream to a saved position."""
+        self._inner.load_state_dict(state_dict)
+
+
+def _length_or_none(loader: object) -> int | None:
+    if not isinstance(loader, Sized):
+        return None
+    try:
+        return len(loader)
+    except TypeError:
+        # What torch's DataLoader raises over data of unknown length, which is valid here.
+        return None
+
+
+def _device_profits_from_pinning() -> bool:
+    return pin_memory_supported(torch.device(resolve_device_type()))

@@ -1,0 +1,1 @@
+"""Machinery of the training step that both front ends share."""

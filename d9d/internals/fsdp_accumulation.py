@@ -1,0 +1,45 @@
+"""Accumulate gradients over microbatches under FSDP without a collective until the last of them."""
+
+from collections.abc import Iterable
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+
+class FsdpAccumulation:
+    """Lets the FSDP units of some modules wait with the sums of their gradients.
+
+    [Note: accumulation under FSDP]
+    By default FSDP gathers parameters twice and sums gradients once per unit and *microbatch*. Here a pack of several
+    microbatches gathers each unit once and sums once: parameters stay gathered, and gradients stay whole, from the
+    first microbatch to the last. This trades memory (full parameters and gradients of the model during the step) for
+    time. Where the memory is not there, `keep_sharded` goes back to the default.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], *, keep_sharded: bool = False) -> None:
+        """Find the units.
+
+        Args:
+            modules: Roots of the models of this rank.
+            keep_sharded: Sum and free after every microbatch, with the least memory.
+        """
+        found = (child for module in modules for child in module.modules())
+        self._units = [] if keep_sharded else [child for child in found if isinstance(child, FSDPModule)]
+        self._is_last = True
+        self._stays_gathered = False
+
+    def start_pack(self, num_microbatches: int) -> None:
+        """Prepare for a number of microbatches that belong to one step, before the first forward pass."""
+        if num_microbatches > 1 and not self._stays_gathered:
+            self._stays_gathered = True
+            for unit in self._units:
+                unit.set_reshard_after_forward(False, recurse=False)
+
+    def before_backward(self, *, is_last: bool) -> None:
+        """Sum gradients in the next backward pass if it is the last one of the step, and only then."""
+        if is_last == self._is_last:
+            return
+        self._is_last = is_last
+        for unit in self._units:
+            unit.set_requires_gradient_sync(is_last, recurse=False)
+            unit.set_reshard_after_backward(is_last, recurse=False)

@@ -1,0 +1,152 @@
+"""Sum gradients over the mesh dimensions where their parameters are replicated, while the backward pass still runs."""
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from d9d.core.placement import compute_leaf, groups_where, local_tensor, trainable
+from d9d.internals.grad_bucket import GradientBucket, gradient_dtype
+from d9d.internals.grad_norm import LocalGradients, ShardedAlike, group_parameters_for_norm
+
+
+class GradientSynchronizer:
+    """Holds the gradients of a model in buckets and sums each bucket as soon as its last gradient is there.
+
+    Parameters that are replicated over some mesh dimension go into flat buckets, filled in reverse order of the
+    parameters, which is about the order in which the backward pass reaches them. All others (plain tensors, and shards
+    whose sums FSDP does) need no sum here and keep the gradients that autograd gives them.
+
+    [Note: order of collectives]
+    All ranks must start the sums in the same order, but parameters may be ready in different orders, or not at all on
+    some ranks. So a bucket starts only after its predecessor; what is left starts in `wait`.
+    """
+
+    def __init__(self, param_groups: list[list[nn.Parameter]], bucket_size_mb: int) -> None:
+        """Describe the parameters; `bind` allocates.
+
+        Args:
+            param_groups: Parameters; no bucket spans two lists.
+            bucket_size_mb: Size at which a bucket is full, in MiB. Larger parameters get a bucket of their own.
+        """
+        if bucket_size_mb <= 0:
+            raise ValueError(f"bucket_size_mb ({bucket_size_mb}) must be positive. The usual value is 32.")
+        self._param_groups = [trainable(group) for group in param_groups]
+        self._bucket_size_bytes = bucket_size_mb * 2**20
+        self._buckets: list[GradientBucket] = []
+        self._unbucketed: list[nn.Parameter] = []
+        self._norm_groups: tuple[ShardedAlike, ...] = ()
+        self._handles: list[RemovableHandle] = []
+        self._required_accumulations = 0
+        self._next_bucket = 0
+
+    def bind(self) -> None:
+        """Allocate the buckets and hook into autograd. The parameters must be on their device by now."""
+        if self._handles or self._buckets:
+            raise RuntimeError("the gradient synchronizer is bound already; unbind it first")
+        for group in self._param_groups:
+            for parameters, groups in self._fill_buckets(group):
+                if groups:
+                    self._buckets.append(GradientBucket(parameters, groups))
+                else:
+                    self._unbucketed.extend(parameters)
+        parameters = [parameter for bucket in self._buckets for parameter in bucket.parameters] + self._unbucketed
+        self._norm_groups = group_parameters_for_norm(parameters).groups
+        for bucket in self._buckets:
+            for index, leaf in enumerate(bucket.leaves):
+                hook = partial(self._on_gradient, bucket, index)
+                self._handles.append(leaf.register_post_accumulate_grad_hook(hook))
+
+    def unbind(self) -> None:
+        """Remove the hooks and free the buckets; parameters are left without gradients."""
+        for handle in self._handles:
+            handle.remove()
+        for bucket in self._buckets:
+            bucket.detach()
+        for parameter in self._unbucketed:
+            parameter.grad = None
+        self._handles, self._buckets, self._unbucketed, self._norm_groups = [], [], [], ()
+
+    def set_required_accumulations(self, require_accumulations: int) -> None:
+        """Start a pack: sum a bucket once each of its parameters has got this many gradients.
+
+        Args:
+            require_accumulations: Number of backward passes until the sum; 0 accumulates only.
+        """
+        self._required_accumulations = require_accumulations
+        self._next_bucket = 0
+        for bucket in self._buckets:
+            bucket.start_pack()
+
+    def wait(self) -> None:
+        """Finish the sums of the pack. All ranks must call it; on an accelerator it does not block the host."""
+        for bucket in self._buckets[self._next_bucket :]:
+            bucket.launch()
+        self._next_bucket = len(self._buckets)
+        for bucket in self._buckets:
+            bucket.finish()
+
+    @torch.no_grad()
+    def scale_grads(self, factor: torch.Tensor) -> None:
+        """Multiply all gradients by a scalar tensor on their device."""
+        tensors = [bucket.payload for bucket in self._buckets] + self._unbucketed_gradients()
+        if tensors:
+            torch._foreach_mul_(tensors, factor)
+
+    def zero_grad(self) -> None:
+        """Clear all gradients: the buckets are zeroed, all others become None."""
+        for bucket in self._buckets:
+            bucket.zero()
+        for parameter in self._unbucketed:
+            parameter.grad = None
+
+    def local_gradients(self) -> list[LocalGradients]:
+        """Return this rank's gradients, grouped by how their parameters are sharded; buckets as one vector each."""
+        tensors: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = {
+            group.shard_groups: [] for group in self._norm_groups
+        }
+        for bucket in self._buckets:
+            tensors[bucket.shard_groups].append(bucket.payload)
+        for parameter in self._unbucketed:
+            if parameter.grad is not None:
+                tensors[groups_where(parameter, replicated=False)].append(local_tensor(parameter.grad))
+        return [group.with_tensors(tensors[group.shard_groups]) for group in self._norm_groups]
+
+    def _on_gradient(self, bucket: GradientBucket, index: int, leaf: torch.Tensor) -> None:
+        bucket.count(index, self._required_accumulations)
+        if not self._required_accumulations or not bucket.is_complete:
+            return
+        while self._next_bucket < len(self._buckets) and self._buckets[self._next_bucket].is_complete:
+            self._buckets[self._next_bucket].launch()
+            self._next_bucket += 1
+
+    def _unbucketed_gradients(self) -> list[torch.Tensor]:
+        return [local_tensor(parameter.grad) for parameter in self._unbucketed if parameter.grad is not None]
+
+    def _fill_buckets(
+        self, parameters: Sequence[nn.Parameter]
+    ) -> list[tuple[list[nn.Parameter], tuple[dist.ProcessGroup, ...]]]:
+        """Cut a list into buckets of one layout, device and dtype, in reverse order."""
+        layouts: dict[object, tuple[list[nn.Parameter], tuple[dist.ProcessGroup, ...]]] = {}
+        for parameter in reversed(parameters):
+            groups = groups_where(parameter, replicated=True)
+            leaf = compute_leaf(parameter)
+            layout = (groups, groups_where(parameter, replicated=False), leaf.device, gradient_dtype(leaf))
+            layouts.setdefault(layout, ([], groups))[0].append(parameter)
+        buckets: list[tuple[list[nn.Parameter], tuple[dist.ProcessGroup, ...]]] = []
+        for members, groups in layouts.values():
+            bucket: list[nn.Parameter] = []
+            num_bytes = 0
+            for parameter in members:
+                leaf = compute_leaf(parameter)
+                size = local_tensor(leaf).numel() * gradient_dtype(leaf).itemsize
+                if bucket and num_bytes + size > self._bucket_size_bytes:
+                    buckets.append((bucket, groups))
+                    bucket, num_bytes = [], 0
+                bucket.append(parameter)
+                num_bytes += size
+            buckets.append((bucket, groups))
+        return buckets

@@ -1,0 +1,1 @@
+"""The native training and inference loops."""

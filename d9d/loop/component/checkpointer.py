@@ -1,0 +1,130 @@
+"""Write and find the training checkpoints of a run."""
+
+import re
+import shutil
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.stateful import Stateful
+
+from d9d.core.dist_context import DistributedContext
+from d9d.loop.component.garbage_collector import ManualGarbageCollector
+from d9d.loop.component.job_schedule import JobSchedule
+from d9d.loop.config import CheckpointingConfig
+
+_COMPLETE = re.compile(r"save-([0-9]+)")
+_STATE = "state"
+_METADATA = ".metadata"
+
+SavedTensors = dict[str, TensorStorageMetadata | None]
+"""What a checkpoint holds, by flattened key; None for values that are not tensors."""
+
+
+@runtime_checkable
+class PreparesToLoad(Protocol):
+    """A state that must see what a checkpoint holds before it can say where to load it to."""
+
+    def prepare_to_load(self, saved: SavedTensors) -> None:
+        """Make room for the saved tensors, so that ``state_dict()`` has an entry for each of them."""
+        ...
+
+
+class StateCheckpointer:
+    """Saves the state of a job as PyTorch Distributed Checkpoints, and resumes from the newest complete one.
+
+    A checkpoint is written to ``save-<step>.partial`` and renamed to ``save-<step>`` when all ranks have written their
+    shards, so that a name without suffix is a complete checkpoint. Rank 0 decides which one is the newest.
+    """
+
+    def __init__(
+        self,
+        dist_context: DistributedContext,
+        schedule: JobSchedule,
+        config: CheckpointingConfig,
+        gc: ManualGarbageCollector,
+        run_name: str | None,
+    ) -> None:
+        """Locate the checkpoints of a run, below a folder of its name if it has one."""
+        self._dist_context = dist_context
+        self._schedule = schedule
+        self._config = config
+        self._gc = gc
+        self._save_dir = config.save_dir if run_name is None else config.save_dir / run_name
+
+    def checkpoint_if_needed(self, state: Stateful) -> None:
+        """Save after a step that the config selects. All ranks must call it after `JobSchedule.step`; blocks."""
+        if self._schedule.should_do_action(
+            self._config.period_steps, enable_on_last_step_if_periodic=True, is_post_step_action=True
+        ):
+            self._save(state)
+
+    def _save(self, state: Stateful) -> None:
+        final = self._save_dir / f"save-{self._schedule.current_step}"
+        partial = final.with_name(f"{final.name}.partial")
+        self._gc.collect_forced()
+        if self._dist_context.is_main_process:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+        self._dist_context.wait_world()
+        dcp.save(
+            {_STATE: state.state_dict()}, checkpoint_id=partial, no_dist=not self._dist_context.is_distributed
+        )
+        # dcp.save returns on a rank once rank 0 has written the metadata, which comes last.
+        if self._dist_context.is_main_process:
+            shutil.rmtree(final, ignore_errors=True)
+            partial.rename(final)
+            self._purge()
+        self._dist_context.wait_world()
+        self._dist_context.logger.info("saved checkpoint %s", final)
+
+    def _purge(self) -> None:
+        if self._config.num_to_keep is not None:
+            for _, path in self._list_complete()[: -self._config.num_to_keep]:
+                shutil.rmtree(path)
+
+    def _list_complete(self) -> list[tuple[int, Path]]:
+        """Return the complete checkpoints, oldest step first."""
+        if not self._save_dir.is_dir():
+            return []
+        found = [
+            (int(match.group(1)), path)
+            for path in self._save_dir.iterdir()
+            if (match := _COMPLETE.fullmatch(path.name)) and not path.is_symlink() and (path / _METADATA).is_file()
+        ]
+        return sorted(found)
+
+    def load_last_checkpoint(self, state: Stateful) -> None:
+        """Resume from the newest complete checkpoint, if there is one. All ranks must call it; blocks."""
+        path = self._find_newest()
+        if path is None:
+            return
+        metadata = dcp.FileSystemReader(path).read_metadata()
+        saved: SavedTensors = {
+            key.removeprefix(f"{_STATE}."): value if isinstance(value, TensorStorageMetadata) else None
+            for key, value in metadata.state_dict_metadata.items()
+        }
+        if isinstance(state, PreparesToLoad):
+            state.prepare_to_load(saved)
+        # Any: state dicts hold what their owners choose.
+        loaded: dict[str, Any] = {_STATE: state.state_dict()}
+        dcp.load(loaded, checkpoint_id=path, no_dist=not self._dist_context.is_distributed)
+        state.load_state_dict(loaded[_STATE])
+        self._dist_context.logger.info("resumed from %s", path)
+
+    def _find_newest(self) -> Path | None:
+        newest: list[str | None] = [None]
+        if self._dist_context.is_main_process:
+            complete = self._list_complete()
+            newest = [str(complete[-1][1]) if complete else None]
+        if self._dist_context.is_distributed:
+            dist.broadcast_object_list(newest, src=0)
+        return None if newest[0] is None else Path(newest[0])
+
+
+def room_for(saved: TensorStorageMetadata, device: torch.device) -> torch.Tensor:
+    """Allocate a plain tensor that a saved one fits into."""
+    return torch.empty(saved.size, dtype=saved.properties.dtype, device=device)

@@ -1,0 +1,179 @@
+"""The gradients of a step: summed over ranks, divided once by the weight of all microbatches."""
+
+import contextlib
+from collections.abc import Generator
+
+import torch
+import torch.distributed as dist
+
+from d9d.core.device import HostCopy, accumulator_dtype, join_stream, side_stream
+from d9d.core.dist_context import DistributedContext
+from d9d.core.placement import compute_leaf, trainable
+from d9d.internals.fsdp_accumulation import FsdpAccumulation
+from d9d.internals.grad_norm import LocalGradients
+from d9d.internals.grad_sync import GradientSynchronizer
+from d9d.loop.component.tracked_modules import TrackedModules
+from d9d.loop.config import GradientManagerConfig
+
+
+class GradientManager:
+    """Accumulates, sums and scales the gradients of a pack.
+
+    The loss of a step is ``sum(loss * weight) / sum(weight)`` over all microbatches of all ranks. Backward passes start
+    from ``loss * weight``, gradients are summed, and the division happens once, at the end.
+
+    [Note: a step without weight]
+    If all weights of a step are 0 there is nothing to learn from it, and dividing would produce NaN. All ranks see the
+    same total, so all skip the update (or raise, by `on_zero_weight`), and weights and optimizer state stay as they
+    are. A single microbatch of weight 0 contributes exactly 0, whatever its loss is.
+    """
+
+    def __init__(
+        self, dist_context: DistributedContext, tracked_modules: TrackedModules, config: GradientManagerConfig
+    ) -> None:
+        """Describe the gradients; `install` allocates them."""
+        self._data_group = dist_context.data_group
+        self._device = dist_context.current_device
+        self._config = config
+        self._parameters = [trainable(module.parameters()) for module in tracked_modules.modules]
+        self._synchronizer = GradientSynchronizer(self._parameters, config.bucket_size_mb)
+        self._fsdp = FsdpAccumulation(tracked_modules.modules, keep_sharded=config.fsdp_keep_sharded)
+        self._num_microbatches = 0
+        self._num_losses = 0
+        self._is_weighted = False
+        # Loss sum and weight sum of this rank, then of the job, in one tensor for one collective.
+        self._totals = torch.zeros(2, dtype=accumulator_dtype(self._device), device=self._device)
+        self._loss_sum, self._weight_sum = self._totals.unbind()
+        self._work: dist.Work | None = None
+        self._stream: torch.Stream | None = None
+        self._host_totals: HostCopy | None = None
+
+    @contextlib.contextmanager
+    def install(self) -> Generator[None]:
+        """Hold the gradients while the block runs, and leave the parameters without any afterwards."""
+        for group in self._parameters:
+            for parameter in group if self._config.torch_grad_dtype is not None else []:
+                compute_leaf(parameter).grad_dtype = self._config.torch_grad_dtype
+        self._synchronizer.bind()
+        try:
+            yield
+        finally:
+            self._synchronizer.unbind()
+            self._start_totals_anew()
+
+    def set_required_accumulations(self, require_accumulations: int) -> None:
+        """Start a pack, before its first forward pass.
+
+        Args:
+            require_accumulations: Number of microbatches of the pack on this rank.
+        """
+        self._num_microbatches = require_accumulations
+        self._fsdp.start_pack(require_accumulations)
+
+    def before_backward(self, microbatch_index: int, num_microbatches: int) -> None:
+        """Prepare for a backward pass: the last one of the pack sums gradients, all others only accumulate them."""
+        is_last = microbatch_index == num_microbatches - 1
+        self._fsdp.before_backward(is_last=is_last)
+        self._synchronizer.set_required_accumulations(1 if is_last else 0)
+
+    def add_loss_with_weight(self, loss: torch.Tensor, loss_weight: torch.Tensor | None) -> torch.Tensor:
+        """Count the loss of a microbatch, and return what to run its backward pass from.
+
+        Args:
+            loss: Loss of the microbatch, one value.
+            loss_weight: What it counts for in the step, one value that is not negative; None counts as 1.
+
+        Returns:
+            ``loss * weight``, and exactly 0 where the weight is 0.
+        """
+        self._num_losses += 1
+        weighted = loss
+        if loss_weight is not None:
+            self._is_weighted = True
+            dtype = torch.promote_types(loss.dtype, torch.float32)
+            weight = loss_weight.detach().to(loss.device, dtype)
+            weighted = torch.where(weight == 0, 0.0, loss * weight)
+            self._weight_sum += weight.reshape(())
+        else:
+            self._weight_sum += 1.0
+        self._loss_sum += weighted.detach().reshape(())
+        if self._num_losses == self._num_microbatches:
+            self._reduce_totals()
+        return weighted
+
+    def _reduce_totals(self) -> None:
+        """Start to sum loss and weight over ranks, ahead of the last backward pass and beside it."""
+        if self._data_group is not None:
+            with side_stream(self._device) as stream:
+                self._work = dist.all_reduce(self._totals, group=self._data_group, async_op=True)
+                self._stream = stream
+                if stream is not None and self._work is not None:
+                    self._work.wait()
+                    self._host_totals = HostCopy(self._totals) if self._is_weighted else None
+        elif self._is_weighted:
+            self._host_totals = HostCopy(self._totals)
+
+    def sync_and_scale(self) -> None:
+        """Finish the sums over ranks and divide the gradients by the weight of the step. All ranks must call it."""
+        if self._work is None and self._host_totals is None and self._num_losses < max(1, self._num_microbatches):
+            # This rank has seen no losses: it hosts no last stage.
+            self._reduce_totals()
+        if self._work is not None:
+            self._work.wait()
+        join_stream(self._stream)
+        self._synchronizer.wait()
+        self._synchronizer.scale_grads(_safe_inverse(self._weight_sum))
+
+    def should_update(self) -> bool:
+        """Tell whether the step has any weight, after `sync_and_scale`; the same on all ranks.
+
+        Waits, if at all, for a copy that was queued before the last backward pass.
+
+        Raises:
+            RuntimeError: If it has none and the config says so.
+        """
+        if not self._is_weighted:
+            return True
+        totals = self._totals if self._host_totals is None else self._host_totals.read()
+        if totals[1] != 0:
+            return True
+        if self._config.on_zero_weight == "raise":
+            raise RuntimeError(
+                "The loss weights of all microbatches of this step are 0 on all ranks. Check the labels of the data, or "
+                "set gradient_manager.on_zero_weight: skip to leave such steps out."
+            )
+        return False
+
+    def compute_global_loss(self) -> torch.Tensor:
+        """Return the weighted mean loss of the step over all ranks, 0 for a step without weight.
+
+        A new tensor on the device, which the host has not waited for. Valid between `sync_and_scale` and `zero_grad`.
+        """
+        return self._loss_sum * _safe_inverse(self._weight_sum)
+
+    def local_gradients(self) -> list[LocalGradients]:
+        """Return the gradients of this rank for `clip_local_gradients_`."""
+        return self._synchronizer.local_gradients()
+
+    @property
+    def has_in_flight_gradients(self) -> bool:
+        """Whether a step has begun to accumulate gradients and not been cleared."""
+        return self._num_losses > 0
+
+    def zero_grad(self) -> None:
+        """Clear gradients, losses and weights for the next step."""
+        self._synchronizer.zero_grad()
+        self._start_totals_anew()
+
+    def _start_totals_anew(self) -> None:
+        # A new tensor: logging may still hold a copy that reads from the old one on another stream.
+        self._totals = torch.zeros_like(self._totals)
+        self._loss_sum, self._weight_sum = self._totals.unbind()
+        self._num_losses = 0
+        self._is_weighted = False
+        self._work, self._stream, self._host_totals = None, None, None
+
+
+def _safe_inverse(total: torch.Tensor) -> torch.Tensor:
+    """Return 1 / total, and 0 where the total is 0."""
+    return torch.where(total == 0, 0.0, 1.0 / total)

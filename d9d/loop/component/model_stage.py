@@ -1,0 +1,87 @@
+"""Build the model stages of this rank: on meta, parallelise, allocate local shards, initialise, load."""
+
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from d9d.core.dist_context import DistributedContext
+from d9d.core.placement import trainable
+from d9d.internals.materialize import materialize_module
+from d9d.loop.component.tracked_modules import TrackedModules, everything, only_trainable
+from d9d.loop.config import ModelStageFactoryConfig, PipeliningConfig
+from d9d.loop.control import InitializeModelStageContext, ModelProvider, ParallelizeModelStageContext
+from d9d.pipelining.api import PipelineStageInfo
+from d9d.pipelining.factory import PipelineScheduleInfo, build_schedule
+
+
+class ModelStageFactory:
+    """Builds the stages that this rank hosts, each in the order that keeps memory at the local shards."""
+
+    def __init__(
+        self,
+        model_provider: ModelProvider[Any],
+        dist_context: DistributedContext,
+        config_model: ModelStageFactoryConfig,
+        config_pipelining: PipeliningConfig,
+        seed: int = 0,
+    ) -> None:
+        """Take the provider and the configs.
+
+        Args:
+            model_provider: Builds and distributes the model.
+            dist_context: Topology of the job.
+            config_model: Where weights come from, and which of them checkpoints hold.
+            config_pipelining: How stages are scheduled.
+            seed: Seed of the initial weights, which do not depend on the mesh.
+
+        Raises:
+            NotImplementedError: If the config names a source checkpoint.
+        """
+        if config_model.source_checkpoint is not None:
+            raise NotImplementedError(
+                f"model_stage_factory.source_checkpoint ({config_model.source_checkpoint}): loading of model states "
+                f"arrives with a later release. Leave it empty, or load the weights in the model provider."
+            )
+        self._provider = model_provider
+        self._dist_context = dist_context
+        self._config = config_model
+        self._pipelining = config_pipelining
+        self._seed = seed
+
+    # Any: only the job knows the types of its inputs and outputs.
+    def build_pipeline_and_modules(self) -> tuple[PipelineScheduleInfo[Any, Any, Any], TrackedModules]:
+        """Build the stages and the schedule that runs them. All ranks must call it."""
+        schedule, modules = build_schedule(self._dist_context, self._pipelining.schedule, self._build_stage)
+        predicate = only_trainable if self._config.checkpoint_only_trainable_parameters else everything
+        return schedule, TrackedModules(self._dist_context, modules, predicate)
+
+    def _build_stage(self, stage: PipelineStageInfo) -> nn.Module:
+        context = self._dist_context
+        with torch.device("meta"):
+            built = self._provider.initialize_model_stage(
+                InitializeModelStageContext(dist_context=context, stage=stage)
+            )
+        model = cast("nn.Module", built.model)
+        if context.is_distributed:
+            self._provider.parallelize_model_stage(
+                ParallelizeModelStageContext(dist_context=context, stage=stage, model=model)
+            )
+            self._refuse_undistributed(model)
+        materialize_module(model, context.current_device, self._seed, group=context.data_group)
+        model.train()
+        return model
+
+    def _refuse_undistributed(self, model: nn.Module) -> None:
+        """Refuse parameters whose gradients nobody would sum: their copies would drift apart in silence."""
+        if self._dist_context.mesh_params.data_ranks == 1:
+            return
+        plain = {id(parameter) for parameter in trainable(model.parameters()) if not isinstance(parameter, DTensor)}
+        names = [name for name, parameter in model.named_parameters() if id(parameter) in plain]
+        if names:
+            raise ValueError(
+                f"parallelize_model_stage() left {len(names)} trainable parameters undistributed, so that their copies "
+                f"would drift apart: {', '.join(names)}. Call parallelize_replicate, parallelize_fsdp or "
+                f"parallelize_hsdp on their modules."
+            )

@@ -1,0 +1,82 @@
+"""Run a pack of microbatches through the pipeline, with the task in between."""
+
+import typing
+
+import torch
+
+from d9d.core.dist_context import DistributedContext
+from d9d.core.pytree import tree_leaves
+from d9d.core.types import MicrobatchPack
+from d9d.loop.component.gradient_manager import GradientManager
+from d9d.loop.component.job_schedule import JobSchedule
+from d9d.loop.component.pipeline_state import PipelineStateHandler
+from d9d.loop.control import BuildForwardInputsContext, ComputeLossContext, TrainTask, UpdateMetricsContext
+from d9d.loop.control.task import TBatch, TState
+from d9d.metric.impl.container import ComposeMetric
+from d9d.pipelining.api import TPipelineInput, TPipelineOutput, TSharedInput
+from d9d.pipelining.factory import PipelineScheduleInfo
+
+
+class TrainTaskOperator(typing.Generic[TBatch, TPipelineInput, TSharedInput, TPipelineOutput, TState]):
+    """Runs forward and backward passes of a pack and calls the task for each microbatch."""
+
+    def __init__(
+        self,
+        dist_context: DistributedContext,
+        task: TrainTask[TBatch, TPipelineInput, TSharedInput, TPipelineOutput, TState],
+        pipeline: PipelineScheduleInfo[TPipelineInput, TSharedInput, TPipelineOutput],
+        pipeline_state: PipelineStateHandler[TState],
+        gradient_manager: GradientManager,
+        job_schedule: JobSchedule,
+        metrics: ComposeMetric,
+    ) -> None:
+        """Connect the task with the pipeline; the gradient manager hears about each backward pass."""
+        self._task = task
+        self._pipeline = pipeline.schedule
+        self._state = pipeline_state
+        self._gradient_manager = gradient_manager
+        self._schedule = job_schedule
+        self._metrics = metrics
+        self._pipeline.set_backward_observer(gradient_manager)
+
+    def forward_backward(self, pack: MicrobatchPack[TBatch]) -> None:
+        """Run the forward and backward passes of all microbatches; gradients are being summed when it returns.
+
+        Args:
+            pack: Microbatches of this rank, with their tensors on its device.
+        """
+        inputs: list[TPipelineInput] = []
+        shared: list[TSharedInput] = []
+        try:
+            for index, batch in enumerate(pack):
+                built = self._task.build_forward_inputs(BuildForwardInputsContext(batch=batch))
+                inputs.append(built.input)
+                shared.append(built.shared)
+                self._state.store(index, built.state)
+            self._gradient_manager.set_required_accumulations(len(inputs))
+            self._pipeline.step(tuple(inputs), tuple(shared), self._weighted_loss)
+        finally:
+            self._state.reset()
+
+    def _weighted_loss(self, output: TPipelineOutput, microbatch_index: int) -> torch.Tensor:
+        with self._state.scope(microbatch_index) as state:
+            result = self._task.compute_loss(
+                ComputeLossContext(pipeline_results=output, state=state, schedule=self._schedule)
+            )
+            self._task.update_metrics(UpdateMetricsContext(state=state, metrics=self._metrics.children))
+        if result.loss_weight is not None:
+            _silence_where_zero(output, result.loss_weight)
+        return self._gradient_manager.add_loss_with_weight(result.loss, result.loss_weight)
+
+
+def _silence_where_zero(output: object, weight: torch.Tensor) -> None:
+    """Let no gradient pass into the model for a microbatch of weight 0.
+
+    The loss of a microbatch without a single label is often 0 / 0, whose gradient is NaN even after multiplication
+    with 0.
+    """
+    leaves = [output] if isinstance(output, torch.Tensor) else tree_leaves(output)
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+            is_silent = weight.detach().to(leaf.device).reshape(()) == 0
+            leaf.register_hook(lambda grad, is_silent=is_silent: grad.masked_fill(is_silent, 0.0))

@@ -1,0 +1,304 @@
+"""Configs of the native loops. Each value is checked when the config is read, not at the step that needs it."""
+
+import enum
+import math
+from pathlib import Path
+from typing import Annotated, Literal, Self, TypeAlias
+
+import torch
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from d9d.pipelining.factory import AnyPipelineScheduleConfig, PipelineScheduleGPipeConfig
+from d9d.tracker import AnyTrackerConfig, RunConfig
+
+__all__ = [
+    "CheckpointingConfig",
+    "DataPrefetchConfig",
+    "DeterminismConfig",
+    "GarbageCollectionConfig",
+    "GradientClippingConfig",
+    "GradientManagerConfig",
+    "InferenceConfig",
+    "JobLoggerConfig",
+    "JobScheduleConfig",
+    "ModelStageFactoryConfig",
+    "PipeliningConfig",
+    "ProfilingConfig",
+    "StepActionPeriod",
+    "StepActionSpecial",
+    "TimeoutConfig",
+    "TrainerConfig",
+]
+
+
+class StepActionSpecial(enum.StrEnum):
+    """Names the periods that are not a number of steps."""
+
+    last_step = "last_step"
+    """Act on the last step only."""
+    disable = "disable"
+    """Never act."""
+
+
+def _check_period(value: object) -> object:
+    if isinstance(value, StepActionSpecial) or value in tuple(StepActionSpecial):
+        return StepActionSpecial(value)
+    if isinstance(value, str) and value.strip().isdecimal():
+        value = int(value)
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
+        return value
+    valid = " or ".join(f"'{special}'" for special in StepActionSpecial)
+    raise ValueError(f"{value!r} is not a period: use a whole number of steps >= 1, {valid}.")
+
+
+StepActionPeriod: TypeAlias = Annotated[int | StepActionSpecial, BeforeValidator(_check_period)]
+"""Number of steps (at least 1) between two runs of an action, or a `StepActionSpecial`."""
+
+_GRAD_DTYPES: dict[str, torch.dtype] = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "half": torch.float16,
+    "float32": torch.float32,
+    "float": torch.float32,
+    "float64": torch.float64,
+    "double": torch.float64,
+}
+
+
+def _check_grad_dtype(value: str) -> str:
+    if value not in _GRAD_DTYPES:
+        raise ValueError(f"{value!r} is not a gradient dtype: use one of {', '.join(_GRAD_DTYPES)}.")
+    return value
+
+
+def _check_num_to_keep(value: int) -> int:
+    if value < 1:
+        raise ValueError(f"num_to_keep ({value}) must be at least 1; leave it out (null) to keep every checkpoint.")
+    return value
+
+
+def _check_max_norm(value: float) -> float:
+    if not (math.isfinite(value) and value > 0):
+        raise ValueError(
+            f"max_norm ({value}) must be a finite number above 0; use null to measure the norm without clipping."
+        )
+    return value
+
+
+class JobScheduleConfig(BaseModel):
+    """Sets how long the job runs."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    total_steps: int | None = Field(
+        default=None, ge=1, description="Number of steps. Default: as many as the data stream reports."
+    )
+
+
+class DataPrefetchConfig(BaseModel):
+    """Sets how packs reach the device."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    prefetch_factor: int = Field(
+        default=1,
+        ge=0,
+        description=(
+            "Packs that a background thread copies ahead. Default 1: hides the copy at the memory of one more pack. "
+            "0: copy when the pack is needed, without a thread."
+        ),
+    )
+
+
+class DeterminismConfig(BaseModel):
+    """Sets the random seeds of the job."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    base_seed: int = Field(ge=0, lt=2**63, description="Seed that every generator of the job is derived from.")
+
+
+class PipeliningConfig(BaseModel):
+    """Sets how the microbatches of a pack run through the stages."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    schedule: AnyPipelineScheduleConfig = Field(
+        default_factory=PipelineScheduleGPipeConfig,
+        description="Pipeline schedule. Without pipeline parallelism, all of them run one microbatch after another.",
+    )
+
+
+class GarbageCollectionConfig(BaseModel):
+    """Sets when Python's cycle collector runs, at the same steps on every rank."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    period_steps: StepActionPeriod = Field(description="Steps between two collections of the younger generations.")
+
+
+class CheckpointingConfig(BaseModel):
+    """Sets where and when training checkpoints are written."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    save_dir: Path = Field(description="Folder of checkpoints; those of a run are in a subfolder of the run's name.")
+    period_steps: StepActionPeriod = Field(
+        description="Steps between two checkpoints. A numeric period also saves on the last step."
+    )
+    num_to_keep: Annotated[int, AfterValidator(_check_num_to_keep)] | None = Field(
+        default=None, description="Newest checkpoints to keep, at least 1. Default: all."
+    )
+
+
+class ModelStageFactoryConfig(BaseModel):
+    """Sets what model stages start from and what of them is saved."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    source_checkpoint: Path | None = Field(
+        default=None,
+        description="Folder of a model state (.safetensors) to load. Default: keep the initialized parameters.",
+    )
+    checkpoint_only_trainable_parameters: bool = Field(
+        default=False,
+        description="Leave frozen parameters out of training checkpoints. Default: a checkpoint is complete.",
+    )
+
+
+class GradientClippingConfig(BaseModel):
+    """Sets the largest global gradient norm."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    max_norm: Annotated[float, AfterValidator(_check_max_norm)] | None = Field(
+        description="Norm that gradients are scaled down to, above 0; null measures the norm and leaves them alone."
+    )
+
+
+class ProfilingConfig(BaseModel):
+    """Sets when steps are traced."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    traces_dir: Path = Field(description="Folder of traces, one subfolder per traced step.")
+    period_steps: int = Field(gt=0, description="Steps of one cycle of waiting, warming up and tracing.")
+    warmup_steps: int = Field(ge=0, description="Steps before tracing with the profiler on, which are not written.")
+    active_steps: int = Field(gt=0, description="Steps that a trace holds.")
+    record_shapes: bool = Field(default=True, description="Record input shapes of operators. Default: worth its cost.")
+    with_stack: bool = Field(default=True, description="Record Python stacks of operators. Default: worth its cost.")
+
+    @model_validator(mode="after")
+    def _check_cycle(self) -> Self:
+        used = self.warmup_steps + self.active_steps
+        if used > self.period_steps:
+            raise ValueError(
+                f"warmup_steps + active_steps ({self.warmup_steps} + {self.active_steps} = {used}) must fit into "
+                f"period_steps ({self.period_steps}): raise period_steps to {used} or more."
+            )
+        return self
+
+
+class JobLoggerConfig(BaseModel):
+    """Sets what is written to the experiment tracker, and when."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    period_steps: StepActionPeriod = Field(
+        description="Steps between two writes of loss, gradient norm and metrics. A number also writes on the last step."
+    )
+    tracker: AnyTrackerConfig = Field(description="Experiment tracker.")
+    max_pending_steps: int = Field(
+        default=2,
+        gt=0,
+        description=(
+            "Steps that a logged value may wait on the device before the host reads it. Default 2: the host reads what "
+            "was computed two steps ago, and does not wait for the device."
+        ),
+    )
+
+
+class GradientManagerConfig(BaseModel):
+    """Sets how gradients are stored and summed."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    grad_dtype: Annotated[str, AfterValidator(_check_grad_dtype)] | None = Field(
+        default=None, description="Dtype that gradients are accumulated in. Default: that of each parameter."
+    )
+    bucket_size_mb: int = Field(
+        default=32,
+        ge=1,
+        description="Size in MiB of the buffers that are summed at once. Default 32: large enough to fill a network link.",
+    )
+    fsdp_keep_sharded: bool = Field(
+        default=False,
+        description=(
+            "Sum and free after every microbatch under FSDP, instead of once per step. Default False: fewer "
+            "collectives, for the memory of full parameters and gradients while a step of several microbatches runs."
+        ),
+    )
+    on_zero_weight: Literal["skip", "raise"] = Field(
+        default="skip",
+        description=(
+            "What a step does when the loss weights of all microbatches on all ranks are 0. Default 'skip': leave the "
+            "weights as they are and go on; 'raise' ends the job."
+        ),
+    )
+
+    @property
+    def torch_grad_dtype(self) -> torch.dtype | None:
+        """The dtype that `grad_dtype` names."""
+        return None if self.grad_dtype is None else _GRAD_DTYPES[self.grad_dtype]
+
+
+class TimeoutConfig(BaseModel):
+    """Sets how long a collective may take before the job fails."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    init_timeout: int = Field(
+        default=10000,
+        ge=1,
+        description="Limit in seconds until the first step is done. Default 10000: ranks may load data and weights.",
+    )
+    step_timeout: int = Field(
+        default=100,
+        ge=1,
+        description="Limit in seconds from the second step on. Default 100: a hang ends the job soon.",
+    )
+
+
+class TrainerConfig(BaseModel):
+    """Sets everything about a training job that is not code."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    run: RunConfig = Field(description="Name and description of the run.")
+    schedule: JobScheduleConfig = Field(default_factory=JobScheduleConfig)
+    data_prefetch: DataPrefetchConfig = Field(default_factory=DataPrefetchConfig)
+    logging: JobLoggerConfig
+    pipelining: PipeliningConfig = Field(default_factory=PipeliningConfig)
+    model_stage_factory: ModelStageFactoryConfig = Field(default_factory=ModelStageFactoryConfig)
+    determinism: DeterminismConfig
+    gc: GarbageCollectionConfig
+    checkpointing: CheckpointingConfig
+    gradient_clipping: GradientClippingConfig
+    profiling: ProfilingConfig | None = Field(default=None, description="Default: no traces.")
+    gradient_manager: GradientManagerConfig = Field(default_factory=GradientManagerConfig)
+    timeout: TimeoutConfig = Field(default_factory=TimeoutConfig)
+
+
+class InferenceConfig(BaseModel):
+    """Sets everything about an inference job that is not code."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    schedule: JobScheduleConfig = Field(default_factory=JobScheduleConfig)
+    data_prefetch: DataPrefetchConfig = Field(default_factory=DataPrefetchConfig)
+    model_stage_factory: ModelStageFactoryConfig = Field(default_factory=ModelStageFactoryConfig)
+    determinism: DeterminismConfig
+    gc: GarbageCollectionConfig
+    checkpointing: CheckpointingConfig
+    profiling: ProfilingConfig | None = Field(default=None, description="Default: no traces.")
+    timeout: TimeoutConfig = Field(default_factory=TimeoutConfig)

@@ -1,0 +1,1 @@
+"""All events of the loops and what their handlers are given. Import from `common`, `train` and `inference`."""

@@ -1,0 +1,73 @@
+"""Everything of a training job that a checkpoint holds."""
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.optim import Optimizer
+
+from d9d.core.device import random_state, set_random_state
+from d9d.core.dist_context import DistributedContext
+from d9d.core.placement import like_parameter, local_tensor
+from d9d.loop.component.checkpointer import SavedTensors, room_for
+from d9d.pipelining.training import PipelinedOptimizer
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class CheckpointedState(Stateful):
+    """The parts of a job whose state a checkpoint holds, by their key in it."""
+
+    dist_context: DistributedContext
+    parts: dict[str, Stateful]
+    """Includes ``optimizer``, a `PipelinedOptimizer`."""
+    has_random_state: bool = True
+    """Whether the checkpoint to load was saved by as many ranks, so that random states can be restored."""
+
+    def prepare_to_load(self, saved: SavedTensors) -> None:
+        """Make room for the state of optimizers, which have none before their first step."""
+        optimizer = self.parts["optimizer"]
+        assert isinstance(optimizer, PipelinedOptimizer)  # the configurator puts it there
+        for key, of_stage in optimizer.by_stage.items():
+            assert isinstance(of_stage, Optimizer)  # so says the optimizer provider
+            prefix = f"optimizer.{key}.state."
+            entries = {name.removeprefix(prefix): value for name, value in saved.items() if name.startswith(prefix)}
+            _make_room(of_stage, entries)
+        ranks = f"{self.dist_context.world_size}_ranks"
+        self.has_random_state = f"rng.{ranks}.{self.dist_context.rank}.cpu" in saved
+
+    # Any: state dicts hold what their owners choose.
+    def state_dict(self) -> dict[str, Any]:
+        """Return references to the state of all parts, and the random state of this rank."""
+        state: dict[str, Any] = {name: part.state_dict() for name, part in self.parts.items()}
+        if self.has_random_state:
+            ranks = f"{self.dist_context.world_size}_ranks"
+            state["rng"] = {ranks: {str(self.dist_context.rank): random_state(self.dist_context.current_device)}}
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore all parts. Random state is restored where it was saved by as many ranks."""
+        for name, part in self.parts.items():
+            part.load_state_dict(state_dict[name])
+        if self.has_random_state:
+            ranks = f"{self.dist_context.world_size}_ranks"
+            own = state_dict["rng"][ranks][str(self.dist_context.rank)]
+            set_random_state(self.dist_context.current_device, own)
+        self.has_random_state = True
+
+
+def _make_room(optimizer: Optimizer, saved: SavedTensors) -> None:
+    """Give an optimizer an empty state of the saved shapes, laid out like its parameters."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for key, metadata in saved.items():
+        index, _, name = key.partition(".")
+        parameter = parameters[int(index)]
+        if not isinstance(metadata, TensorStorageMetadata):
+            optimizer.state[parameter][name] = None
+        elif metadata.size == parameter.shape and name != "step":
+            local = local_tensor(parameter)
+            empty = torch.empty(local.shape, dtype=metadata.properties.dtype, device=local.device)
+            optimizer.state[parameter][name] = empty
+        else:
+            optimizer.state[parameter][name] = room_for(metadata, torch.device("cpu"))

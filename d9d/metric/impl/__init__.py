@@ -1,0 +1,1 @@
+"""Metrics. Import from `aggregation`, `classification`, `container` and `torchmetrics`."""

@@ -1,0 +1,1 @@
+"""Distribute the submodules of a model over the meshes of a job."""

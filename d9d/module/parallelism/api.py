@@ -1,0 +1,6 @@
+"""The functions that distribute a submodule: each sets placements, and the rest of the package reads them."""
+
+from d9d.module.parallelism.replicate import parallelize_replicate
+from d9d.module.parallelism.shard import parallelize_fsdp, parallelize_hsdp
+
+__all__ = ["parallelize_fsdp", "parallelize_hsdp", "parallelize_replicate"]

@@ -1,0 +1,60 @@
+"""Replicate the parameters of a module: DTensors to the outside, plain tensors to the module's own code."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+from torch.distributed import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+
+from d9d.core.compute_leaf import ReplicatedParameters
+from d9d.core.placement import has_compute_leaf, local_tensor, set_compute_leaf
+
+
+def parallelize_replicate(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Replicate the parameters of a module over all dimensions of a mesh, in place.
+
+    Parameters become DTensors with `Replicate` placements; those that are DTensors already stay as they are. The code
+    of the module keeps computing with plain tensors: ``module.weight`` is a tensor of the full shape, while
+    ``module.parameters()`` yields DTensors. Gradients are local until the gradient manager sums them.
+
+    Values are not made equal: either all ranks initialise alike, or the caller broadcasts before. No communication.
+
+    Args:
+        module: Module to change; on the meta device or with values.
+        mesh: Mesh of a domain, or a slice of it.
+    """
+    replicated: dict[nn.Parameter, nn.Parameter] = {}
+    slots: list[tuple[nn.Module, str]] = []
+    for owner, name, parameter in _named_slots(module):
+        if isinstance(parameter, DTensor) and parameter not in replicated:
+            continue
+        if parameter not in replicated:
+            replicated[parameter] = _replicate(parameter, mesh)
+        # Through setattr, since some modules keep lists of their parameters (nn.LSTM).
+        setattr(owner, name, replicated[parameter])
+        slots.append((owner, name))
+    hook = ReplicatedParameters(slots)
+    hook.bind()
+    module.register_forward_pre_hook(hook)
+
+
+def replicated_parameters(module: nn.Module) -> set[nn.Parameter]:
+    """Return the parameters of a module that it computes with through a plain leaf."""
+    return {parameter for parameter in module.parameters() if has_compute_leaf(parameter)}
+
+
+def _replicate(parameter: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
+    with torch.no_grad():
+        distributed = DTensor.from_local(parameter.detach(), mesh, [Replicate()] * mesh.ndim, run_check=False)
+    replicated = nn.Parameter(distributed, requires_grad=parameter.requires_grad)
+    leaf = nn.Parameter(local_tensor(replicated), requires_grad=parameter.requires_grad)
+    set_compute_leaf(replicated, leaf)
+    return replicated
+
+
+def _named_slots(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
+    for owner in module.modules():
+        for name, parameter in list(owner._parameters.items()):
+            if parameter is not None:
+                yield owner, name, parameter

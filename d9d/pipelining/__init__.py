@@ -1,0 +1,1 @@
+"""Pipeline stages, schedules and the executors that run them."""

@@ -1,0 +1,128 @@
+"""The contract of a tracker and the values that it writes."""
+
+import abc
+import importlib
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any, Generic, Self, TypeAlias, TypeVar
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+from torch.distributed.checkpoint.stateful import Stateful
+
+TConfig = TypeVar("TConfig")
+
+
+class RunConfig(BaseModel):
+    """Names a run and what it was started with."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: str = Field(description="Name of the run, also of its folder of checkpoints.")
+    description: str | None = Field(default=None, description="Free text.")
+    # Users put whatever their tracker can show.
+    hparams: dict[str, Any] = Field(default_factory=dict, description="Hyperparameters to show beside the results.")
+
+
+@dataclass(frozen=True, slots=True)
+class TrackerPoint:
+    """Where a value belongs."""
+
+    name: str
+    """Name of the quantity, such as ``loss``."""
+    step: int
+    """Optimizer step."""
+    context: dict[str, str] = field(default_factory=dict[str, str])
+    """What tells quantities of one name apart, such as ``{"split": "train"}``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scalar:
+    """One number."""
+
+    value: torch.Tensor | float
+    """A number, or a tensor of one element; reading a device tensor blocks the host."""
+
+    def as_float(self) -> float:
+        """Return the number. Blocks the host if it is on a device."""
+        return float(self.value)
+
+
+@dataclass(frozen=True, slots=True)
+class Histogram:
+    """Counts per bin."""
+
+    counts: torch.Tensor
+    """Count of each bin, such as tokens per expert. Shapes: (num_bins,)."""
+
+    def as_list(self) -> list[float]:
+        """Return the counts. Blocks the host if they are on a device."""
+        return self.counts.reshape(-1).to(device="cpu", dtype=torch.float64).tolist()
+
+
+TrackerValue: TypeAlias = Scalar | Histogram
+"""Anything that a tracker writes."""
+
+
+class BaseTrackerRun(abc.ABC):
+    """An open run."""
+
+    @abc.abstractmethod
+    def write(self, point: TrackerPoint, value: TrackerValue) -> None:
+        """Write a value. Steps may repeat when a job resumes from an older step: the later value counts."""
+
+
+class BaseTracker(abc.ABC, Stateful, Generic[TConfig]):
+    """Writes the runs of a job to one place. Only the main process has one.
+
+    Its state is saved with the checkpoints, so that a job which resumes goes on with its run.
+    """
+
+    @abc.abstractmethod
+    def open(self, properties: RunConfig) -> AbstractContextManager[BaseTrackerRun]:
+        """Open a run, or the one of the loaded state again; leaving the block closes it.
+
+        Args:
+            properties: Name and hyperparameters.
+        """
+
+    @classmethod
+    @abc.abstractmethod
+    def from_config(cls, config: TConfig) -> Self:
+        """Build the tracker.
+
+        Raises:
+            ImportError: If the package behind it is not installed, with the command that installs it.
+        """
+
+    def state_dict(self) -> dict[str, Any]:  # Any: what identifies a run differs by tracker
+        """Return what finds the run again; empty if its name does."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on with the run of a state at the next `open`."""
+
+
+def flat_name(point: TrackerPoint) -> str:
+    """Return name and context as one path, for trackers that know no context: ``split.train/loss``."""
+    return "/".join([*(f"{key}.{value}" for key, value in sorted(point.context.items())), point.name])
+
+
+def import_backend(module: str, *, provider: str, install: str) -> ModuleType:
+    """Import the package behind a tracker.
+
+    Args:
+        module: Its import name.
+        provider: Name of the tracker in configs, for the error.
+        install: What to pass to ``pip install``.
+
+    Raises:
+        ImportError: If it is not installed.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ImportError(
+            f"tracker provider {provider!r} could not import {module}: {error}. Install it: pip install {install}"
+        ) from error

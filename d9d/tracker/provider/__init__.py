@@ -1,0 +1,1 @@
+"""One module per tracker. Packages behind them are imported when a tracker is built."""

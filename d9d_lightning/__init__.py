@@ -1,0 +1,12 @@
+"""Lightning front end: a Trainer strategy that drives the d9d engine."""
+
+try:
+    from d9d._installation import refuse_foreign_d9d
+except ModuleNotFoundError as error:
+    raise ImportError(
+        f"The `d9d` package that Python finds is not the one of d9d-lightning ({error}). If PyPI's 'd9d' is installed: "
+        "`pip uninstall d9d`, then `pip install --force-reinstall --no-deps d9d-lightning`."
+    ) from error
+
+# Again, though `d9d` has called it: where PyPI's files came last, its own __init__ has replaced ours.
+refuse_foreign_d9d()

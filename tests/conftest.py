@@ -1,0 +1,3 @@
+"""Loads the test harness."""
+
+pytest_plugins = ["tests.harness.plugin"]

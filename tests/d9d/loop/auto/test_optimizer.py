@@ -1,0 +1,77 @@
+"""Optimizers by config."""
+
+import pytest
+import torch
+from pydantic import TypeAdapter, ValidationError
+from torch import nn
+
+from d9d.core.dist_context import DeviceMeshParameters
+from d9d.loop.auto import AutoOptimizerConfig, AutoOptimizerProvider
+from d9d.loop.control import InitializeOptimizerStageContext
+
+CONFIG = TypeAdapter(AutoOptimizerConfig)
+
+
+def build(values: dict, model: nn.Module) -> torch.optim.Optimizer:
+    context = InitializeOptimizerStageContext(dist_context=DeviceMeshParameters().build(), model=model)
+    return AutoOptimizerProvider(CONFIG.validate_python(values))(context)
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"name": "adamw", "lr": 0.1}, {"lr": 0.1, "weight_decay": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8}),
+        ({"name": "adam", "lr": 0.1, "amsgrad": True}, {"weight_decay": 0.0, "amsgrad": True}),
+        ({"name": "adam", "lr": 0.1, "decoupled_weight_decay": True}, {"decoupled_weight_decay": True}),
+        ({"name": "sgd", "lr": 0.1, "momentum": 0.9, "nesterov": True}, {"momentum": 0.9, "nesterov": True}),
+        ({"name": "adamw", "lr": 0.1, "betas": [0.8, 0.9]}, {"betas": (0.8, 0.9)}),
+    ],
+)
+def test_settings_reach_the_optimizer(values, expected):
+    (group,) = build(values, nn.Linear(2, 2)).param_groups
+    assert {name: group[name] for name in expected} == expected
+    assert group["fused"] is True
+
+
+def test_sgd_steps_along_the_gradient():
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(model.weight)
+    optimizer = build({"name": "sgd", "lr": 0.5}, model)
+    model.weight.grad = torch.tensor([[3.0]])
+    optimizer.step()
+    assert model.weight.item() == 1.0 - 0.5 * 3.0
+
+
+def test_frozen_parameters_are_left_out():
+    model = nn.Linear(2, 2)
+    model.bias.requires_grad_(False)
+    (group,) = build({"name": "adamw", "lr": 0.1}, model).param_groups
+    assert len(group["params"]) == 1
+    assert group["params"][0] is model.weight
+
+
+def test_a_frozen_model_is_refused():
+    with pytest.raises(ValueError, match="Linear has no parameter that requires a gradient"):
+        build({"name": "sgd", "lr": 0.1}, nn.Linear(2, 2).requires_grad_(False))
+
+
+def test_stochastic_adamw_is_refused_until_it_arrives():
+    with pytest.raises(NotImplementedError, match=r"d9d\.optim\.stochastic"):
+        build({"name": "stochastic_adamw", "lr": 0.1, "state_dtype": "bfloat16"}, nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"name": "adamw"},
+        {"name": "adamw", "lr": -1},
+        {"name": "adamw", "lr": 0.1, "betas": (0.9, 1.0)},
+        {"name": "adamw", "lr": 0.1, "weight_decay": -1},
+        {"name": "sgd", "lr": 0.1, "amsgrad": True},
+        {"name": "stochastic_adamw", "lr": 0.1, "state_dtype": "flot32"},
+        {"name": "muon", "lr": 0.1},
+    ],
+)
+def test_a_wrong_config_is_refused(values):
+    with pytest.raises(ValidationError):
+        CONFIG.validate_python(values)

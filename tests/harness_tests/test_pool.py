@@ -1,0 +1,84 @@
+"""The pool keeps its ranks, adds to them, replaces them after a failure, and is cheap."""
+
+import os
+import pickle
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.harness.messages import TestCall, TestSource
+from tests.harness.pool import RankPool
+
+_ROOT = Path(__file__).parents[2]
+
+
+def body_that_prints_pid() -> None:
+    """Run on ranks."""
+    dist.all_reduce(torch.ones(1))
+    print(os.getpid())
+
+
+def body_that_fails_on_rank_1() -> None:
+    """Run on ranks."""
+    assert dist.get_rank() != 1
+
+
+@pytest.fixture
+def pool() -> Iterator[RankPool]:
+    pool = RankPool(["--noconftest", "--capture=no", f"--rootdir={_ROOT}"])
+    yield pool
+    pool.close()
+
+
+def _call(function: str) -> TestCall:
+    source = TestSource(
+        path=__file__,
+        function=function,
+        import_mode="importlib",
+        root=str(_ROOT),
+        consider_namespace_packages=False,
+    )
+    return TestCall(source=source, arguments=pickle.dumps({}), rank_fixtures=(), environment=dict(os.environ))
+
+
+def _pids(pool: RankPool, world_size: int) -> list[int]:
+    reports = pool.run(_call("body_that_prints_pid"), world_size, timeout_s=60)
+    assert [report.kind for report in reports] == ["passed"] * world_size
+    return [int(report.output) for report in reports]
+
+
+def test_ranks_are_kept_and_added_to(pool: RankPool) -> None:
+    two = _pids(pool, 2)
+    four = _pids(pool, 4)
+    assert len(set(four)) == 4
+    assert four[:2] == two
+    assert _pids(pool, 1) == four[:1]
+    assert os.getpid() not in four
+
+
+def test_all_ranks_are_replaced_after_a_failure(pool: RankPool) -> None:
+    before = _pids(pool, 4)
+    reports = pool.run(_call("body_that_fails_on_rank_1"), 2, timeout_s=60)
+    assert [report.kind for report in reports] == ["passed", "failed"]
+    assert not set(before) & set(_pids(pool, 4))
+
+
+def test_a_test_costs_less_than_a_start_of_torch(pool: RankPool) -> None:
+    _pids(pool, 2)
+    start = time.monotonic()
+    for _ in range(5):
+        _pids(pool, 2)
+    # 0.04 s on two free cores. The limit leaves room for a busy machine, but not for an import of torch (2 s).
+    assert (time.monotonic() - start) / 5 < 0.5
+
+
+def test_closed_pool_leaves_no_files() -> None:
+    pool = RankPool([])
+    directory = pool._directory
+    assert directory.is_dir()
+    pool.close()
+    assert not directory.exists()
