@@ -10,3 +10,8 @@ except ModuleNotFoundError as error:
 
 # Again, though `d9d` has called it: where PyPI's files came last, its own __init__ has replaced ours.
 refuse_foreign_d9d()
+
+from d9d.core.dist_context import DeviceMeshParameters  # noqa: E402
+from d9d_lightning.strategy import D9DStrategy  # noqa: E402
+
+__all__ = ["D9DStrategy", "DeviceMeshParameters"]

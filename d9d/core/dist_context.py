@@ -396,9 +396,7 @@ def _build_meshes(
     params: DeviceMeshParameters, layout: RankLayout, pool: GroupPool, device_type: str
 ) -> dict[str, DeviceMesh]:
     world = torch.arange(params.world_size, dtype=torch.int)
-    domains = {
-        domain: (layout, dimensions) for domain, dimensions in _MERGED_DIMENSIONS.items()
-    }
+    domains = {domain: (layout, dimensions) for domain, dimensions in _MERGED_DIMENSIONS.items()}
     expert_shape = {
         "pp": params.pipeline_parallel,
         "ep_replicate": params.data_ranks // params.expert_parallel,

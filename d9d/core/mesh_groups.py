@@ -30,9 +30,7 @@ class RankLayout:
 
     def peers(self, names: tuple[str, ...]) -> tuple[int, ...]:
         """Return, in ascending order, the ranks that differ from this one at most in the given dimensions."""
-        choices = [
-            range(degree) if name in names else (self.coordinate(name),) for name, degree in self.shape.items()
-        ]
+        choices = [range(degree) if name in names else (self.coordinate(name),) for name, degree in self.shape.items()]
         ranks: list[int] = []
         for coordinate in product(*choices):
             rank = 0

@@ -84,9 +84,7 @@ def shard_of(full: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
         return full
     if any(not isinstance(placement, Replicate | Shard) for placement in parameter.placements):
         raise NotImplementedError(f"placements {parameter.placements} are neither Shard nor Replicate")
-    shape, offset = compute_local_shape_and_global_offset(
-        parameter.shape, parameter.device_mesh, parameter.placements
-    )
+    shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
     for dim, (start, length) in enumerate(zip(offset, shape, strict=True)):
         # An empty shard may lie past the end.
         full = full.narrow(dim, min(start, full.size(dim)), length)

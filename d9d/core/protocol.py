@@ -29,7 +29,7 @@ class DataLoaderProtocol(Protocol):
 class MicrobatchPackStream(Protocol):
     """Yields the microbatches of one optimizer step at a time and can be resumed."""
 
-    def __iter__(self) -> Iterator[MicrobatchPack]:
+    def __iter__(self) -> Iterator[MicrobatchPack[Any]]:
         """Start or continue the pass over the data."""
         ...
 

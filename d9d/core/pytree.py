@@ -114,7 +114,8 @@ def _register_dataclass(cls: type) -> None:
     names = tuple(field.name for field in dataclasses.fields(cls))
 
     def flatten(node: object) -> tuple[list[Any], None, tuple[str, ...]]:
-        return [getattr(node, name) for name in names], None, names
+        children = [getattr(node, name) for name in names]  # introspection: any dataclass is a node
+        return children, None, names
 
     # Optree's type for what it builds is Collection, although anything works.
     def unflatten(_: Hashable, children: Iterable[Any]) -> Collection[Any]:

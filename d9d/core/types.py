@@ -7,6 +7,7 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 
 TLeaf = TypeVar("TLeaf")
+TBatch = TypeVar("TBatch")
 
 # A dataclass of any kind may be a node, so the type system can not say more than Any; the parameter documents the leaf.
 PyTree: TypeAlias = TLeaf | Any
@@ -21,7 +22,7 @@ ScalarTree: TypeAlias = PyTree[str | float | int | bool]
 CollateFn: TypeAlias = Callable[[Sequence[Any]], PyTree[Any]]
 """Makes one microbatch from a list of samples."""
 
-MicrobatchPack: TypeAlias = Sequence[PyTree[Any]]
+MicrobatchPack: TypeAlias = Sequence[TBatch]
 """The microbatches that one optimizer step consumes on this rank, in order. They may differ in shape."""
 
 

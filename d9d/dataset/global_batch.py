@@ -118,7 +118,7 @@ class EpochOrder:
         self._shuffle = shuffle
         self._seed = seed
         self._cached_epoch = -1
-        self._permutation = torch.empty(0, dtype=torch.int64)
+        self._permutation = memoryview(b"")
 
     def samples(self, epoch: int, positions: list[int]) -> list[int]:
         """Return the sample at each position of an epoch."""
@@ -126,6 +126,7 @@ class EpochOrder:
             return positions
         if epoch != self._cached_epoch:
             generator = torch.Generator().manual_seed(derive_seed(self._seed, epoch))
-            self._permutation = torch.randperm(self._num_samples, generator=generator)
+            # As a view of plain memory, a few elements are read faster than by indexing a tensor.
+            self._permutation = torch.randperm(self._num_samples, generator=generator).numpy().data
             self._cached_epoch = epoch
-        return self._permutation[positions].tolist()
+        return [self._permutation[position] for position in positions]

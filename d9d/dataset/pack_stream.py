@@ -13,8 +13,10 @@ from d9d.core.types import MicrobatchPack
 
 __all__ = [
     "FixedCountMicrobatchPacker",
+    "GlobalBatchStream",
     "PinMemoryMicrobatchPackStream",
     "RankInvariantStream",
+    "global_batch_size_of",
     "has_rank_invariant_state",
     "num_microbatches_for_global_batch",
 ]
@@ -33,6 +35,21 @@ class RankInvariantStream(Protocol):
 def has_rank_invariant_state(stream: object) -> bool:
     """Tell whether a stream declares that its state is the same on all ranks."""
     return isinstance(stream, RankInvariantStream) and stream.has_rank_invariant_state
+
+
+@runtime_checkable
+class GlobalBatchStream(Protocol):
+    """Describes a stream that may know how many samples its steps hold."""
+
+    @property
+    def global_batch_size(self) -> int | None:
+        """Return the number of samples of a full step over all ranks, or None if it is not known."""
+        ...
+
+
+def global_batch_size_of(stream: object) -> int | None:
+    """Return the number of samples of a full step over all ranks, or None if the stream does not know it."""
+    return stream.global_batch_size if isinstance(stream, GlobalBatchStream) else None
 
 
 def num_microbatches_for_global_batch(
@@ -86,7 +103,7 @@ class FixedCountMicrobatchPacker(MicrobatchPackStream):
         return has_rank_invariant_state(self._loader)
 
     # `Any`: microbatches are of whatever type the collate function returns.
-    def __iter__(self) -> Iterator[MicrobatchPack]:
+    def __iter__(self) -> Iterator[MicrobatchPack[Any]]:
         pack: list[Any] = []
         for microbatch in self._loader:
             pack.append(microbatch)
@@ -134,7 +151,12 @@ class PinMemoryMicrobatchPackStream(MicrobatchPackStream):
         """Tell whether the state of the inner stream is the same on every rank."""
         return has_rank_invariant_state(self._inner)
 
-    def __iter__(self) -> Iterator[MicrobatchPack]:
+    @property
+    def global_batch_size(self) -> int | None:
+        """Number of samples of a step over all ranks, if the inner stream knows it."""
+        return global_batch_size_of(self._inner)
+
+    def __iter__(self) -> Iterator[MicrobatchPack[Any]]:
         for pack in self._inner:
             yield tree_map_only(torch.Tensor, torch.Tensor.pin_memory, pack) if self._is_supported else pack
 

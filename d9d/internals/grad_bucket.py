@@ -36,9 +36,7 @@ class GradientBucket:
         *pieces, self._was_used = self._buffer.split([*numels, len(numels)])
         self._payload = self._buffer[: sum(numels)]
         self._views = [piece.view(tensor.shape) for piece, tensor in zip(pieces, local, strict=True)]
-        self._gradients = [
-            like_parameter(view, leaf) for view, leaf in zip(self._views, self._leaves, strict=True)
-        ]
+        self._gradients = [like_parameter(view, leaf) for view, leaf in zip(self._views, self._leaves, strict=True)]
         self._parameter_gradients = [
             gradient if leaf is parameter else like_parameter(view, parameter)
             for gradient, view, leaf, parameter in zip(

@@ -108,9 +108,7 @@ def clip_local_gradients_(
     return norm
 
 
-def _total_norm(
-    gradients: list[LocalGradients], norm_type: float, pp_group: dist.ProcessGroup | None
-) -> torch.Tensor:
+def _total_norm(gradients: list[LocalGradients], norm_type: float, pp_group: dist.ProcessGroup | None) -> torch.Tensor:
     """Combine powers of norms: sums for a finite p, maxima for the infinity norm."""
     is_max = math.isinf(norm_type)
     operation = dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM

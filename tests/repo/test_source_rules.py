@@ -23,7 +23,6 @@ INIT_WITH_LOGIC = {"d9d/__init__.py", "d9d_lightning/__init__.py"}
 
 # (importer, imported, exceptions): import-linter would refuse rules on modules that are still to come.
 FORBIDDEN_IMPORTS = [
-    ("d9d_lightning", "d9d.loop.run", ()),
     ("d9d.loop", "d9d.module.block", ()),
     ("d9d.loop", "d9d.module.model", ()),
     ("d9d.module", "d9d.pipelining", ("d9d.pipelining.api",)),

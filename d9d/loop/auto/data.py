@@ -182,6 +182,11 @@ class GlobalBatchPackStream(MicrobatchPackStream):
         return True
 
     @property
+    def global_batch_size(self) -> int | None:
+        """Number of samples of a step over all ranks."""
+        return self._plan.global_batch_size
+
+    @property
     def total_steps(self) -> int | None:
         """Number of packs of all epochs, or None if the stream never ends."""
         return None if self._num_epochs is None else self._num_epochs * self._plan.steps_per_epoch
@@ -198,7 +203,7 @@ class GlobalBatchPackStream(MicrobatchPackStream):
         steps = itertools.count(start) if total is None else range(start, total)
         return (divmod(step, self._plan.steps_per_epoch) for step in steps)
 
-    def __iter__(self) -> Iterator[MicrobatchPack]:
+    def __iter__(self) -> Iterator[MicrobatchPack[Any]]:
         # Loader processes get other seeds on each data-parallel rank and, after a resume, at each position.
         self._worker_seeds.manual_seed(derive_seed(self._seed, self._plan.dp_rank, self._consumed_steps))
         microbatches = iter(self._loader)

@@ -70,16 +70,14 @@ class StateCheckpointer:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
         self._dist_context.wait_world()
-        dcp.save(
-            {_STATE: state.state_dict()}, checkpoint_id=partial, no_dist=not self._dist_context.is_distributed
-        )
+        dcp.save({_STATE: state.state_dict()}, checkpoint_id=partial, no_dist=not self._dist_context.is_distributed)
         # dcp.save returns on a rank once rank 0 has written the metadata, which comes last.
         if self._dist_context.is_main_process:
             shutil.rmtree(final, ignore_errors=True)
             partial.rename(final)
             self._purge()
+            self._dist_context.logger.info("saved checkpoint %s", final)
         self._dist_context.wait_world()
-        self._dist_context.logger.info("saved checkpoint %s", final)
 
     def _purge(self) -> None:
         if self._config.num_to_keep is not None:
@@ -113,7 +111,8 @@ class StateCheckpointer:
         loaded: dict[str, Any] = {_STATE: state.state_dict()}
         dcp.load(loaded, checkpoint_id=path, no_dist=not self._dist_context.is_distributed)
         state.load_state_dict(loaded[_STATE])
-        self._dist_context.logger.info("resumed from %s", path)
+        if self._dist_context.is_main_process:
+            self._dist_context.logger.info("resumed from %s", path)
 
     def _find_newest(self) -> Path | None:
         newest: list[str | None] = [None]

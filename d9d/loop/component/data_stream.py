@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from d9d.core.dist_context import DistributedContext
 from d9d.core.protocol import MicrobatchPackStream
 from d9d.core.types import MicrobatchPack
-from d9d.dataset.pack_stream import has_rank_invariant_state
+from d9d.dataset.pack_stream import global_batch_size_of, has_rank_invariant_state
 from d9d.loop.component.pack_prefetch import PackPrefetcher, copy_pack
 
 __all__ = [
@@ -40,13 +40,18 @@ class DataParallelMicrobatchPackStream(MicrobatchPackStream):
         self._dp_size = dist_context.dp_size
         self._key = _INVARIANT_KEY if has_rank_invariant_state(inner) else f"dp_{dist_context.dp_rank}"
 
-    def __iter__(self) -> Iterator[MicrobatchPack]:
+    def __iter__(self) -> Iterator[MicrobatchPack[Any]]:
         return iter(self._inner)
 
     @property
     def total_steps(self) -> int | None:
         """Number of packs of the inner stream."""
         return self._inner.total_steps
+
+    @property
+    def global_batch_size(self) -> int | None:
+        """Number of samples of a step over all ranks, if the inner stream knows it."""
+        return global_batch_size_of(self._inner)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position of the inner stream under the key of this rank."""
@@ -73,7 +78,7 @@ class DevicePackStream(abc.ABC, Stateful):
     """
 
     @abc.abstractmethod
-    def __iter__(self) -> Generator[MicrobatchPack, None, None]:
+    def __iter__(self) -> Generator[MicrobatchPack[Any], None, None]:
         """Yield packs from the current position on. Close the generator to stop early."""
 
     # `Any`: a stream keeps in its state whatever it needs.
@@ -98,7 +103,7 @@ class DirectDevicePackStream(DevicePackStream):
         self._stream = stream
         self._device = _concrete(device)
 
-    def __iter__(self) -> Generator[MicrobatchPack, None, None]:
+    def __iter__(self) -> Generator[MicrobatchPack[Any], None, None]:
         for pack in self._stream:
             yield copy_pack(pack, self._device)
 
@@ -134,7 +139,7 @@ class PrefetchingDevicePackStream(DevicePackStream):
         self._position: dict[str, Any] | None = None
         """Position after the last pack handed out; None while it is that of the inner stream."""
 
-    def __iter__(self) -> Generator[MicrobatchPack, None, None]:
+    def __iter__(self) -> Generator[MicrobatchPack[Any], None, None]:
         if self._is_iterating:
             raise RuntimeError("the stream is being read already: close that iterator first.")
         if self._position is None:

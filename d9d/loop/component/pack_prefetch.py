@@ -27,13 +27,13 @@ __all__ = ["PackPrefetcher", "copy_pack"]
 _THREAD_NAME = "d9d-pack-prefetch"
 
 
-def copy_pack(pack: MicrobatchPack, device: torch.device) -> MicrobatchPack:
+def copy_pack(pack: MicrobatchPack[Any], device: torch.device) -> MicrobatchPack[Any]:
     """Copy the tensors of a pack to a device, without waiting for the copy. Everything else passes as it is."""
     return tree_map_only(torch.Tensor, lambda tensor: tensor.to(device, non_blocking=True), pack)
 
 
 class _Ready(NamedTuple):
-    pack: MicrobatchPack
+    pack: MicrobatchPack[Any]
     position: dict[str, Any]
     is_copied: torch.Event | None
 
@@ -79,7 +79,7 @@ class PackPrefetcher:
         self._free_slots.release()
         self._thread.join()
 
-    def __iter__(self) -> Iterator[tuple[MicrobatchPack, dict[str, Any]]]:
+    def __iter__(self) -> Iterator[tuple[MicrobatchPack[Any], dict[str, Any]]]:
         while True:
             match self._ready.get():
                 case _Ready(pack, position, is_copied):
@@ -117,7 +117,7 @@ class PackPrefetcher:
             self._ready.put(_Ready(on_device, position, is_copied))
 
 
-def _use_on_current_stream(pack: MicrobatchPack, is_copied: torch.Event, device: torch.device) -> None:
+def _use_on_current_stream(pack: MicrobatchPack[Any], is_copied: torch.Event, device: torch.device) -> None:
     current = torch.accelerator.current_stream(device)
     current.wait_event(is_copied)
     for leaf in tree_leaves(pack):

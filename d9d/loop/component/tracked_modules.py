@@ -27,9 +27,7 @@ class TrackedModules(Stateful):
         """
         self._modules = modules
         self._predicate = stateful_predicate
-        self._pp_rank = (
-            dist_context.mesh_for(REGULAR_DOMAIN).get_local_rank("pp") if dist_context.is_distributed else 0
-        )
+        self._pp_rank = dist_context.mesh_for(REGULAR_DOMAIN).get_local_rank("pp") if dist_context.is_distributed else 0
 
     @property
     def modules(self) -> list[nn.Module]:

@@ -71,7 +71,8 @@ def subscribe(event: Event[TContext]) -> Callable[[THandler], THandler]:
     def mark(handler: THandler) -> THandler:
         # Applied from the bottom up, so the topmost event comes first. The tuple is new each time: a decorator below
         # may have copied it from another function.
-        setattr(handler, _EVENTS_ATTRIBUTE, (event, *_events_of(handler)))
+        marks = (event, *_events_of(handler))
+        setattr(handler, _EVENTS_ATTRIBUTE, marks)  # introspection: marks travel with the function
         return handler
 
     return mark
@@ -90,7 +91,7 @@ def subscribe_annotated(bus: EventBus, target: object) -> None:
     """
     for name, events in _marked_methods(type(target)):
         for event in events:
-            bus.subscribe(event, getattr(target, name))
+            bus.subscribe(event, getattr(target, name))  # introspection: finds marked methods
 
 
 def _marked_methods(cls: type) -> Iterator[tuple[str, tuple[Event[Any], ...]]]:
@@ -104,10 +105,10 @@ def _marked_methods(cls: type) -> Iterator[tuple[str, tuple[Event[Any], ...]]]:
 def _events_of(member: object) -> tuple[Event[Any], ...]:
     # Static and class methods keep the marks of the function inside.
     function = member.__func__ if isinstance(member, staticmethod | classmethod) else member
-    return getattr(function, "__dict__", {}).get(_EVENTS_ATTRIBUTE, ())
+    return getattr(function, _EVENTS_ATTRIBUTE, ()) if inspect.isroutine(function) else ()  # introspection: reads marks
 
 
 def _name_of(handler: Callable[..., None]) -> str:
     # Partial objects and callable instances have no qualified name.
-    name = getattr(handler, "__qualname__", None)
+    name = getattr(handler, "__qualname__", None)  # introspection: for an error
     return f"{handler.__module__}.{name}" if name else repr(handler)

@@ -1,5 +1,6 @@
 """Configure and run jobs."""
 
-from d9d.loop.run.train import Trainer, TrainingConfigurator
+from d9d.loop.run.configure_train import TrainingConfigurator
+from d9d.loop.run.train import Trainer
 
 __all__ = ["Trainer", "TrainingConfigurator"]

@@ -1,4 +1,4 @@
-"""Configure and run a training job."""
+"""The training loop: the order of the calls of a step, and nothing else."""
 
 import contextlib
 import dataclasses
@@ -6,12 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from d9d.core.dist_context import DeviceMeshParameters, DistributedContext
+from d9d.core.dist_context import DistributedContext
 from d9d.core.protocol import LRSchedulerProtocol, OptimizerProtocol
 from d9d.core.types import MicrobatchPack
-from d9d.internals.determinism import set_seeds, set_step_seeds
 from d9d.loop.component import (
-    DataParallelMicrobatchPackStream,
     DevicePackStream,
     GradientClipper,
     GradientManager,
@@ -19,59 +17,27 @@ from d9d.loop.component import (
     JobProfiler,
     JobSchedule,
     ManualGarbageCollector,
-    ModelStageFactory,
-    OptimizerFactory,
-    PipelineStateHandler,
     StateCheckpointer,
     TimeoutManager,
     TrackedModules,
     TrainTaskOperator,
-    build_device_pack_stream,
 )
 from d9d.loop.component.progress import TrainingProgress
-from d9d.loop.config import TrainerConfig
-from d9d.loop.control import (
-    CreateMetricsContext,
-    DataProvider,
-    FinalizeContext,
-    InitializeDataProviderContext,
-    LRSchedulerProvider,
-    ModelProvider,
-    OptimizerProvider,
-    RegisterModelEventsContext,
-    RegisterTaskEventsContext,
-    TrainTask,
-    TrainTaskProvider,
-    TrainTaskProviderContext,
-)
+from d9d.loop.control import FinalizeContext, TrainTask
 from d9d.loop.event import EventBus
-from d9d.loop.event.catalogue.common import (
-    EventConfigurationStartedContext,
-    EventDataStreamReadyContext,
-    EventFinishedContext,
-    EventModelStagesReadyContext,
-    EventStepContext,
-)
+from d9d.loop.event.catalogue.common import EventFinishedContext, EventStepContext
 from d9d.loop.event.catalogue.train import (
-    EVENT_TRAIN_CONFIG_STARTED,
-    EVENT_TRAIN_DATA_STREAM_READY,
     EVENT_TRAIN_FINISHED,
     EVENT_TRAIN_FORWARD_BACKWARD_POST,
     EVENT_TRAIN_FORWARD_BACKWARD_PRE,
-    EVENT_TRAIN_LR_SCHEDULER_READY,
-    EVENT_TRAIN_MODEL_STAGES_READY,
-    EVENT_TRAIN_OPTIMIZER_READY,
     EVENT_TRAIN_OPTIMIZER_STEP_POST,
     EVENT_TRAIN_OPTIMIZER_STEP_PRE,
     EVENT_TRAIN_READY,
     EVENT_TRAIN_STEP_POST,
     EVENT_TRAIN_STEP_PRE,
-    EventLRSchedulerReadyContext,
-    EventOptimizerReadyContext,
     EventTrainReadyContext,
 )
 from d9d.loop.run.job_state import CheckpointedState
-from d9d.metric.impl.container import ComposeMetric
 
 # `Any` below: the types of batches, inputs and outputs are known to the job alone; the loop passes them on.
 
@@ -182,109 +148,3 @@ class Trainer:
             NotImplementedError: Always.
         """
         raise NotImplementedError("Trainer.export arrives with model state I/O in a later release.")
-
-
-class TrainingConfigurator:
-    """Builds a training job from the parts that the user writes and two configs."""
-
-    def __init__(
-        self,
-        mesh: DeviceMeshParameters,
-        parameters: TrainerConfig,
-        task_provider: TrainTaskProvider,
-        model_provider: ModelProvider[Any],
-        data_provider: DataProvider,
-        optimizer_provider: OptimizerProvider,
-        lr_scheduler_provider: LRSchedulerProvider,
-    ) -> None:
-        """Take the parts of the job.
-
-        Args:
-            mesh: Parallelism degrees.
-            parameters: Steps, checkpointing, logging and other settings of the loop.
-            task_provider: Makes the task: model inputs, loss and metrics.
-            model_provider: Builds, distributes, loads and exports the model.
-            data_provider: Makes the stream of packs.
-            optimizer_provider: Makes the optimizer of a stage.
-            lr_scheduler_provider: Makes the learning rate schedule of an optimizer.
-        """
-        self._mesh = mesh
-        self._config = parameters
-        self._task_provider = task_provider
-        self._model_provider = model_provider
-        self._data_provider = data_provider
-        self._optimizer_provider = optimizer_provider
-        self._lr_scheduler_provider = lr_scheduler_provider
-
-    def configure(self) -> Trainer:
-        """Build the job. All ranks must call it, and it blocks until all have."""
-        config, bus = self._config, EventBus()
-        context = self._mesh.build()
-        set_seeds(context, config.determinism.base_seed)
-        timeouts = TimeoutManager(context, config.timeout)
-        timeouts.set_init()
-        task = self._task_provider(TrainTaskProviderContext(dist_context=context))
-        task.register_events(RegisterTaskEventsContext(dist_context=context, event_bus=bus))
-        self._model_provider.register_events(RegisterModelEventsContext(dist_context=context, event_bus=bus))
-        bus.trigger(EVENT_TRAIN_CONFIG_STARTED, EventConfigurationStartedContext(dist_context=context))
-
-        stream = DataParallelMicrobatchPackStream(
-            context, self._data_provider(InitializeDataProviderContext(dist_context=context))
-        )
-        bus.trigger(EVENT_TRAIN_DATA_STREAM_READY, EventDataStreamReadyContext(stream=stream))
-        packs = build_device_pack_stream(stream, context.current_device, config.data_prefetch.prefetch_factor)
-        schedule = JobSchedule(config.schedule, stream)
-
-        pipeline, modules = ModelStageFactory(
-            self._model_provider, context, config.model_stage_factory, config.pipelining, config.determinism.base_seed
-        ).build_pipeline_and_modules()
-        bus.trigger(EVENT_TRAIN_MODEL_STAGES_READY, EventModelStagesReadyContext(modules=modules.modules))
-        set_step_seeds(context, config.determinism.base_seed)
-
-        metrics = ComposeMetric(task.create_metrics(CreateMetricsContext()).metrics)
-        metrics.to(context.current_device)
-        gradient_manager = GradientManager(context, modules, config.gradient_manager)
-        optimizer, lr_scheduler = OptimizerFactory(
-            context, modules, self._optimizer_provider, self._lr_scheduler_provider, schedule
-        ).build_optimizer_and_scheduler()
-        bus.trigger(EVENT_TRAIN_OPTIMIZER_READY, EventOptimizerReadyContext(optimizer=optimizer))
-        bus.trigger(EVENT_TRAIN_LR_SCHEDULER_READY, EventLRSchedulerReadyContext(lr_scheduler=lr_scheduler))
-
-        gc = ManualGarbageCollector(context, config.gc, schedule)
-        progress = TrainingProgress(context, schedule)
-        hparams = {**task.dump_hparams(), **self._model_provider.dump_hparams()}
-        logger = JobLogger(context, config.logging, metrics, schedule, config.run, hparams, progress)
-        parts = {
-            "schedule": schedule,
-            "tracked_modules": modules,
-            "microbatch_pack_stream": packs,
-            "logger": logger,
-            "task": task,
-            "metrics": metrics,
-            "optimizer": optimizer,
-            "lr_scheduler": lr_scheduler,
-        }
-        return Trainer(
-            TrainJobState(
-                dist_context=context,
-                event_bus=bus,
-                task=task,
-                packs=packs,
-                schedule=schedule,
-                tracked_modules=modules,
-                task_operator=TrainTaskOperator(
-                    context, task, pipeline, PipelineStateHandler(), gradient_manager, schedule, metrics
-                ),
-                gradient_manager=gradient_manager,
-                gradient_clipper=GradientClipper(context, gradient_manager, config.gradient_clipping),
-                optimizer=optimizer,
-                lr_scheduler=lr_scheduler,
-                logger=logger,
-                progress=progress,
-                profiler=JobProfiler(context, config.profiling, schedule),
-                gc=gc,
-                timeouts=timeouts,
-                checkpointer=StateCheckpointer(context, schedule, config.checkpointing, gc, config.run.name),
-                checkpointed=CheckpointedState(dist_context=context, parts=parts),
-            )
-        )

@@ -155,7 +155,8 @@ def _read_states(root: "torchmetrics.Metric | torchmetrics.MetricCollection") ->
 def _write_state(metric: "torchmetrics.Metric", state: _MetricState) -> None:
     for name, value in state.states.items():
         # Copied, because some metrics change their states in `compute`, and all do in `update`.
-        setattr(metric, name, tree_map_only(torch.Tensor, lambda tensor: tensor.to(metric.device, copy=True), value))
+        copied = tree_map_only(torch.Tensor, lambda tensor: tensor.to(metric.device, copy=True), value)
+        setattr(metric, name, copied)  # introspection: torchmetrics keeps states as attributes
     metric._update_count = state.num_updates  # pyright: ignore[reportPrivateUsage]
     metric._computed = None  # pyright: ignore[reportPrivateUsage]
 

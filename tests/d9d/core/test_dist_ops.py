@@ -7,7 +7,7 @@ import torch.distributed as dist
 from d9d.core import dist_ops
 
 UNIFORM = {
-    "scalar": lambda rank: torch.tensor(rank),
+    "scalar": torch.tensor,
     "bool": lambda rank: torch.tensor([True, rank == 0]),
     "transposed bfloat16": lambda rank: torch.arange(6, dtype=torch.bfloat16).view(2, 3).t() + rank,
     "empty": lambda rank: torch.empty(0, 3),
@@ -17,7 +17,7 @@ UNIFORM = {
 }
 VARIADIC = {
     "dimensions": lambda rank: torch.full([2] * rank, float(rank)),
-    "sizes": lambda rank: torch.arange(rank),
+    "sizes": torch.arange,
     "empty on rank 0": lambda rank: torch.empty(0, 3) if rank == 0 else torch.arange(6.0).view(3, 2).t(),
     "empty everywhere": lambda rank: torch.empty(0, rank + 1),
     "bool": lambda rank: torch.ones(rank + 1, dtype=torch.bool),
@@ -29,10 +29,11 @@ def assert_equal(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> No
     for left, right in zip(actual, expected, strict=True):
         assert left.dtype == right.dtype
         assert left.shape == right.shape
-        assert left.tolist() == right.tolist() if left.dtype != torch.float8_e4m3fn else True
-        assert torch.equal(
-            left.float() if not left.is_complex() else left, right.float() if not right.is_complex() else right
-        )
+        assert torch.equal(as_bytes(left), as_bytes(right))
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 @pytest.mark.world_size(2)

@@ -11,6 +11,7 @@ from d9d.core.dist_context import DeviceMeshParameters
 from d9d.core.protocol import MicrobatchPackStream
 from d9d.dataset import ShardIndexingMode
 from d9d.dataset.global_batch import GlobalBatchPlan
+from d9d.dataset.pack_stream import global_batch_size_of
 from d9d.loop.auto import AutoDataConfig, AutoDataProvider
 from d9d.loop.auto.data import GlobalBatchPackStream
 from d9d.loop.control import InitializeDataProviderContext
@@ -196,6 +197,7 @@ def provide(dataset: object, settings: AutoDataConfig, mesh: DeviceMeshParameter
 def test_the_provider_builds_the_stream_of_one_process():
     packs = provide(Numbers(16), config(pin_memory=True))
     assert packs.total_steps == 2
+    assert global_batch_size_of(packs) == 8
     assert list(packs)[1] == ([8, 9], [10, 11], [12, 13], [14, 15])
 
 

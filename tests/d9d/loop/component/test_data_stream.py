@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from d9d.core.dist_context import DeviceMeshParameters
+from d9d.dataset.pack_stream import global_batch_size_of
 from d9d.loop.component.data_stream import (
     DataParallelMicrobatchPackStream,
     DevicePackStream,
@@ -50,6 +51,7 @@ class Packs:
 
 class InvariantPacks(Packs):
     has_rank_invariant_state = True
+    global_batch_size = 16
 
 
 FACTORS = [0, 1, 3]
@@ -79,7 +81,7 @@ def test_all_packs_arrive_in_order(factor):
 
 @pytest.mark.parametrize("factor", FACTORS)
 def test_the_position_is_that_of_the_last_pack_handed_out(factor):
-    inner = Packs()
+    inner = Packs(total_steps=20)
     stream = build_device_pack_stream(inner, CPU, factor)
     assert stream.state_dict() == {"position": 0}
     iterator = iter(stream)
@@ -166,6 +168,7 @@ def test_a_prefetching_stream_needs_a_slot():
 def test_a_position_per_rank_has_the_key_of_its_rank():
     stream = DataParallelMicrobatchPackStream(DeviceMeshParameters().build(), Packs())
     assert stream.total_steps == 5
+    assert global_batch_size_of(stream) is None
     next(iter(stream))
     assert stream.state_dict() == {"dp_0": {"position": 1}}
     with pytest.raises(ValueError, match=r"no data position 'dp_0', only \['dp_7'\]"):
@@ -176,6 +179,7 @@ def test_a_position_of_all_ranks_has_one_key():
     stream = DataParallelMicrobatchPackStream(DeviceMeshParameters().build(), InvariantPacks())
     stream.load_state_dict({"all_ranks": {"position": 3}})
     assert stream.state_dict() == {"all_ranks": {"position": 3}}
+    assert global_batch_size_of(stream) == 16
     assert numbers(stream) == [3, 4]
 
 

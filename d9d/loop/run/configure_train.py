@@ -1,0 +1,185 @@
+"""Build a training job from its parts."""
+
+from typing import Any
+
+from d9d.core.dist_context import DeviceMeshParameters, DistributedContext
+from d9d.dataset.pack_stream import global_batch_size_of
+from d9d.internals.determinism import set_seeds, set_step_seeds
+from d9d.loop.component import (
+    DataParallelMicrobatchPackStream,
+    GradientClipper,
+    GradientManager,
+    JobLogger,
+    JobProfiler,
+    JobSchedule,
+    ManualGarbageCollector,
+    ModelStageFactory,
+    OptimizerFactory,
+    PipelineStateHandler,
+    StateCheckpointer,
+    TimeoutManager,
+    TrackedModules,
+    TrainTaskOperator,
+    build_device_pack_stream,
+)
+from d9d.loop.component.progress import TrainingProgress
+from d9d.loop.config import TrainerConfig
+from d9d.loop.control import (
+    CreateMetricsContext,
+    DataProvider,
+    InitializeDataProviderContext,
+    LRSchedulerProvider,
+    ModelProvider,
+    OptimizerProvider,
+    RegisterModelEventsContext,
+    RegisterTaskEventsContext,
+    TrainTask,
+    TrainTaskProvider,
+    TrainTaskProviderContext,
+)
+from d9d.loop.event import EventBus
+from d9d.loop.event.catalogue.common import (
+    EventConfigurationStartedContext,
+    EventDataStreamReadyContext,
+    EventModelStagesReadyContext,
+)
+from d9d.loop.event.catalogue.train import (
+    EVENT_TRAIN_CONFIG_STARTED,
+    EVENT_TRAIN_DATA_STREAM_READY,
+    EVENT_TRAIN_LR_SCHEDULER_READY,
+    EVENT_TRAIN_MODEL_STAGES_READY,
+    EVENT_TRAIN_OPTIMIZER_READY,
+    EventLRSchedulerReadyContext,
+    EventOptimizerReadyContext,
+)
+from d9d.loop.run.job_state import CheckpointedState
+from d9d.loop.run.train import Trainer, TrainJobState
+from d9d.metric.impl.container import ComposeMetric
+from d9d.pipelining.factory import PipelineScheduleInfo
+
+# `Any` below: the types of batches, inputs and outputs are known to the job alone; the loop passes them on.
+
+
+class TrainingConfigurator:
+    """Builds a training job from the parts that the user writes and two configs."""
+
+    def __init__(
+        self,
+        mesh: DeviceMeshParameters,
+        parameters: TrainerConfig,
+        task_provider: TrainTaskProvider,
+        model_provider: ModelProvider[Any],
+        data_provider: DataProvider,
+        optimizer_provider: OptimizerProvider,
+        lr_scheduler_provider: LRSchedulerProvider,
+    ) -> None:
+        """Take the parts of the job.
+
+        Args:
+            mesh: Parallelism degrees.
+            parameters: Steps, checkpointing, logging and other settings of the loop.
+            task_provider: Makes the task: model inputs, loss and metrics.
+            model_provider: Builds, distributes, loads and exports the model.
+            data_provider: Makes the stream of packs.
+            optimizer_provider: Makes the optimizer of a stage.
+            lr_scheduler_provider: Makes the learning rate schedule of an optimizer.
+        """
+        self._mesh = mesh
+        self._config = parameters
+        self._task_provider = task_provider
+        self._model_provider = model_provider
+        self._data_provider = data_provider
+        self._optimizer_provider = optimizer_provider
+        self._lr_scheduler_provider = lr_scheduler_provider
+
+    def configure(self) -> Trainer:
+        """Build the job. All ranks must call it, and it blocks until all have."""
+        bus = EventBus()
+        context = self._mesh.build()
+        set_seeds(context, self._config.determinism.base_seed)
+        timeouts = TimeoutManager(context, self._config.timeout)
+        timeouts.set_init()
+        task = self._build_task(context, bus)
+        bus.trigger(EVENT_TRAIN_CONFIG_STARTED, EventConfigurationStartedContext(dist_context=context))
+        stream = DataParallelMicrobatchPackStream(
+            context, self._data_provider(InitializeDataProviderContext(dist_context=context))
+        )
+        bus.trigger(EVENT_TRAIN_DATA_STREAM_READY, EventDataStreamReadyContext(stream=stream))
+        schedule = JobSchedule(self._config.schedule, stream)
+        pipeline, modules = self._build_stages(context, bus)
+        return Trainer(self._build_loop(context, bus, timeouts, task, stream, schedule, pipeline, modules))
+
+    def _build_task(self, context: DistributedContext, bus: EventBus) -> TrainTask[Any, Any, Any, Any, Any]:
+        task = self._task_provider(TrainTaskProviderContext(dist_context=context))
+        task.register_events(RegisterTaskEventsContext(dist_context=context, event_bus=bus))
+        self._model_provider.register_events(RegisterModelEventsContext(dist_context=context, event_bus=bus))
+        return task
+
+    def _build_stages(
+        self, context: DistributedContext, bus: EventBus
+    ) -> tuple[PipelineScheduleInfo[Any, Any, Any], TrackedModules]:
+        seed = self._config.determinism.base_seed
+        pipeline, modules = ModelStageFactory(
+            self._model_provider, context, self._config.model_stage_factory, self._config.pipelining, seed
+        ).build_pipeline_and_modules()
+        bus.trigger(EVENT_TRAIN_MODEL_STAGES_READY, EventModelStagesReadyContext(modules=modules.modules))
+        set_step_seeds(context, seed)
+        return pipeline, modules
+
+    def _build_loop(
+        self,
+        context: DistributedContext,
+        bus: EventBus,
+        timeouts: TimeoutManager,
+        task: TrainTask[Any, Any, Any, Any, Any],
+        stream: DataParallelMicrobatchPackStream,
+        schedule: JobSchedule,
+        pipeline: PipelineScheduleInfo[Any, Any, Any],
+        modules: TrackedModules,
+    ) -> TrainJobState:
+        config = self._config
+        packs = build_device_pack_stream(stream, context.current_device, config.data_prefetch.prefetch_factor)
+        metrics = ComposeMetric(task.create_metrics(CreateMetricsContext()).metrics)
+        metrics.to(context.current_device)
+        gradient_manager = GradientManager(context, modules, config.gradient_manager)
+        optimizer, lr_scheduler = OptimizerFactory(
+            context, modules, self._optimizer_provider, self._lr_scheduler_provider, schedule
+        ).build_optimizer_and_scheduler()
+        bus.trigger(EVENT_TRAIN_OPTIMIZER_READY, EventOptimizerReadyContext(optimizer=optimizer))
+        bus.trigger(EVENT_TRAIN_LR_SCHEDULER_READY, EventLRSchedulerReadyContext(lr_scheduler=lr_scheduler))
+        gc = ManualGarbageCollector(context, config.gc, schedule)
+        progress = TrainingProgress(context, schedule, global_batch_size_of(stream))
+        hparams = {**task.dump_hparams(), **self._model_provider.dump_hparams()}
+        logger = JobLogger(context, config.logging, metrics, schedule, config.run, hparams, progress)
+        parts = {
+            "schedule": schedule,
+            "tracked_modules": modules,
+            "microbatch_pack_stream": packs,
+            "logger": logger,
+            "task": task,
+            "metrics": metrics,
+            "optimizer": optimizer,
+            "lr_scheduler": lr_scheduler,
+        }
+        return TrainJobState(
+            dist_context=context,
+            event_bus=bus,
+            task=task,
+            packs=packs,
+            schedule=schedule,
+            tracked_modules=modules,
+            task_operator=TrainTaskOperator(
+                context, task, pipeline, PipelineStateHandler(), gradient_manager, schedule, metrics
+            ),
+            gradient_manager=gradient_manager,
+            gradient_clipper=GradientClipper(context, gradient_manager, config.gradient_clipping),
+            optimizer=optimizer,
+            lr_scheduler=lr_scheduler,
+            logger=logger,
+            progress=progress,
+            profiler=JobProfiler(context, config.profiling, schedule),
+            gc=gc,
+            timeouts=timeouts,
+            checkpointer=StateCheckpointer(context, schedule, config.checkpointing, gc, config.run.name),
+            checkpointed=CheckpointedState(dist_context=context, parts=parts),
+        )

@@ -1,0 +1,234 @@
+"""Distribute an unchanged LightningModule over the data-parallel ranks."""
+
+import difflib
+import fnmatch
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal, cast
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import nn
+from torch.distributed import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
+
+from d9d.core.dist_context import DENSE_DOMAIN, DistributedContext
+from d9d.core.placement import compute_leaf, has_compute_leaf
+from d9d.module.parallelism.api import parallelize_hsdp, parallelize_replicate
+from d9d.module.parallelism.units import repeated_blocks, wrap_by_size
+
+Placement = Literal["replicate", "shard", "hsdp"]
+ParallelizeFunction = Callable[[nn.Module, DistributedContext], None]
+Plan = ParallelizeFunction | Mapping[str, Placement] | None
+"""How to distribute a module: a function, placements by name pattern, or None for the default."""
+
+_SHARD_DIM = "dp_cp_shard"
+_DATA_DIMS = ("dp_replicate", _SHARD_DIM, "cp_replicate")
+_STEP_METHODS = ("training_step", "validation_step", "test_step", "predict_step")
+
+_DISTRIBUTED: weakref.WeakKeyDictionary[nn.Module, DistributedContext] = weakref.WeakKeyDictionary()
+"""Modules that have been distributed, and over what. A second Trainer run must leave them as they are."""
+
+
+def is_parallelized(module: nn.Module) -> bool:
+    """Tell whether a module was distributed in an earlier run."""
+    return module in _DISTRIBUTED
+
+
+def parallelize_module(
+    module: LightningModule,
+    context: DistributedContext,
+    plan: Plan,
+    min_unit_params: int,
+    fsdp_kwargs: Mapping[str, Any],  # torch's own arguments, passed through
+) -> None:
+    """Distribute a LightningModule by a plan, in place, and replicate what the plan leaves.
+
+    A module that was distributed in an earlier run stays as it is.
+
+    Args:
+        module: On its device with the same values on all ranks, or on the meta device.
+        context: Ranks of the job.
+        plan: See `Plan`.
+        min_unit_params: Smallest FSDP unit of the default plan where no block repeats, in parameters.
+        fsdp_kwargs: ``mp_policy`` and ``reshard_after_forward`` of ``fully_shard``.
+
+    Raises:
+        RuntimeError: If the module was distributed over another mesh.
+        ValueError: If a pattern matches no submodule, or a placement is unknown.
+    """
+    known = _DISTRIBUTED.get(module)
+    if known is not None:
+        if known is not context:
+            raise RuntimeError(
+                f"this {type(module).__name__} was distributed over another mesh ({_describe(known)}) by an earlier "
+                f"Trainer, and cannot move to this one ({_describe(context)}). Save a checkpoint there, and load it "
+                f"into a new instance."
+            )
+        return
+    mesh = context.mesh_for(DENSE_DOMAIN)[_DATA_DIMS]
+    if plan is None:
+        _apply_default(module, mesh, min_unit_params, fsdp_kwargs)
+    elif isinstance(plan, Mapping):
+        _apply_patterns(module, mesh, plan, fsdp_kwargs)
+    else:
+        plan(module, context)
+    if isinstance(module, FSDPModule):
+        _register_steps(module)
+    _keep_class_names(module)
+    parallelize_replicate(module, mesh)
+    FlagFollower.install(module)
+    _DISTRIBUTED[module] = context
+
+
+def _apply_default(module: nn.Module, mesh: DeviceMesh, min_unit_params: int, fsdp_kwargs: Mapping[str, Any]) -> None:
+    """Shard each repeated block, or each part of some size, and what is left as the root."""
+    if mesh.size(_DATA_DIMS.index(_SHARD_DIM)) == 1:
+        return
+    units = repeated_blocks(module) or wrap_by_size(module, min_unit_params)
+    for unit in _without_shared_parameters(module, units):
+        if any(True for _ in unit.parameters()):
+            parallelize_hsdp(unit, mesh, _SHARD_DIM, **fsdp_kwargs)
+    _shard_root(module, mesh, fsdp_kwargs)
+
+
+def _shard_root(module: nn.Module, mesh: DeviceMesh, fsdp_kwargs: Mapping[str, Any]) -> None:
+    # The code of a step may use the root's parameters after `forward` has ended, so they stay gathered until the
+    # backward pass, which needs them at once anyway.
+    parallelize_hsdp(module, mesh, _SHARD_DIM, **{**fsdp_kwargs, "reshard_after_forward": False})
+
+
+def _without_shared_parameters(module: nn.Module, units: list[nn.Module]) -> list[nn.Module]:
+    """Drop units that share a parameter with something outside: FSDP would cut the tie."""
+    uses = Counter(parameter for _, parameter in _slots(module))
+    return [
+        unit
+        for unit in units
+        if all(uses[parameter] == count for parameter, count in Counter(p for _, p in _slots(unit)).items())
+    ]
+
+
+def _slots(module: nn.Module) -> Iterator[tuple[nn.Module, nn.Parameter]]:
+    """Yield each place of each parameter, so that a shared one comes several times."""
+    for owner in module.modules():
+        for parameter in owner._parameters.values():
+            if parameter is not None:
+                yield owner, parameter
+
+
+def _apply_patterns(
+    module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, Placement], fsdp_kwargs: Mapping[str, Any]
+) -> None:
+    """Distribute the submodules that patterns name, inner ones first; the first pattern that matches a name counts."""
+    names = dict(module.named_modules())
+    matches = {pattern: fnmatch.filter(names, pattern) for pattern in plan}
+    _check_patterns(plan, matches, list(names))
+    chosen: dict[str, Placement] = {}
+    for pattern, matched in matches.items():
+        for name in matched:
+            chosen.setdefault(name, plan[pattern])
+    for name in sorted(chosen, key=lambda name: name.count(".") + bool(name), reverse=True):
+        match chosen[name]:
+            case "replicate":
+                parallelize_replicate(names[name], mesh)
+            case "shard" | "hsdp":
+                parallelize_hsdp(names[name], mesh, _SHARD_DIM, **fsdp_kwargs)
+    if "shard" in chosen.values() or "hsdp" in chosen.values():
+        # FSDP wants one root above its units, which also lets them prefetch.
+        parallelize_replicate(module, mesh)
+        if "" not in chosen:
+            _shard_root(module, mesh, fsdp_kwargs)
+
+
+def _check_patterns(plan: Mapping[str, Placement], matches: Mapping[str, list[str]], names: list[str]) -> None:
+    problems: list[str] = []
+    for pattern, placement in plan.items():
+        if placement not in ("replicate", "shard", "hsdp"):
+            problems.append(f"{pattern!r}: unknown placement {placement!r}, valid are replicate, shard and hsdp")
+        if not matches[pattern]:
+            near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.3)
+            hint = f"; the nearest are {', '.join(map(repr, near))}" if near else ""
+            problems.append(f"{pattern!r} matches no submodule{hint}")
+    if problems:
+        raise ValueError(f"parallelize: {'. '.join(problems)}.")
+
+
+def _register_steps(module: FSDPModule) -> None:
+    """Let the steps gather the root's parameters, since they may use layers without calling ``forward``."""
+    for name in _STEP_METHODS:
+        if is_overridden(name, cast("LightningModule", module)):
+            register_fsdp_forward_method(cast("nn.Module", module), name)
+
+
+def _keep_class_names(module: nn.Module) -> None:
+    """Undo the renaming of classes by FSDP, which would show in logs and summaries."""
+    for child in module.modules():
+        if isinstance(child, FSDPModule):
+            wrapped = type(child)
+            original = wrapped.__mro__[2]
+            wrapped.__name__, wrapped.__qualname__ = original.__name__, original.__qualname__
+            wrapped.__module__ = original.__module__
+
+
+def _describe(context: DistributedContext) -> str:
+    degrees = context.mesh_params.model_dump()
+    return ", ".join(f"{name} {degree}" for name, degree in degrees.items() if degree > 1)
+
+
+class FlagFollower:
+    """Forward pre-hook that lets replicated parameters follow ``requires_grad`` while a step runs.
+
+    Freezing callbacks and ``toggle_optimizer`` set the flag on the parameters that optimizers hold. Modules compute
+    with other tensors over the same memory (see [Note: compute leaf] of `d9d.core.placement`), and these are not told.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        """Watch the replicated parameters below a module."""
+        self._pairs = [
+            (parameter, compute_leaf(parameter)) for parameter in module.parameters() if has_compute_leaf(parameter)
+        ]
+
+    @classmethod
+    def install(cls, module: nn.Module) -> None:
+        """Hook into the outermost submodules that have a forward pass; the module itself follows anyway."""
+        for child in module.children():
+            if isinstance(child, nn.ModuleList | nn.ModuleDict):
+                cls.install(child)
+                continue
+            follower = cls(child)
+            if follower._pairs:
+                child.register_forward_pre_hook(follower)
+
+    def __call__(self, module: nn.Module, args: tuple[object, ...]) -> None:
+        """Follow before the module runs."""
+        self.follow()
+
+    def follow(self) -> None:
+        """Set the flags that have changed."""
+        for parameter, leaf in self._pairs:
+            if parameter.requires_grad is not leaf.requires_grad:
+                leaf.requires_grad_(parameter.requires_grad)
+
+
+@torch.no_grad()
+def broadcast_values(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> None:
+    """Overwrite tensors with those of the first rank of a group. All of its ranks must call it.
+
+    Distributed tensors and those on the meta device are left out.
+    """
+    pending: list[tuple[torch.Tensor, torch.Tensor, dist.Work]] = []
+    for tensor in tensors:
+        if isinstance(tensor, DTensor) or tensor.is_meta or not tensor.numel():
+            continue
+        flat = tensor.detach().contiguous()
+        work = dist.broadcast(flat, group=group, group_src=0, async_op=True)
+        assert work is not None  # this rank is a member
+        pending.append((tensor, flat, work))
+    for tensor, flat, work in pending:
+        work.wait()
+        if flat.data_ptr() != tensor.data_ptr():
+            tensor.copy_(flat)

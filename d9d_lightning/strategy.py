@@ -1,0 +1,491 @@
+"""D9DStrategy: a Lightning Trainer on the d9d engine."""
+
+import os
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from typing import Any, Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.data import _auto_add_worker_init_fn
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.fabric.utilities.types import _PATH
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.optim import Optimizer
+from torchmetrics import Metric
+from typing_extensions import override
+
+from d9d.core.dist_context import DeviceMeshParameters, DistributedContext
+from d9d.internals.materialize import materialize_module
+from d9d.optim.local_shards import localize_optimizer
+from d9d_lightning.checkpoint import gather_checkpoint, shard_model_state, shard_optimizer_state
+from d9d_lightning.collectives import all_gather_stacked, reduce_over
+from d9d_lightning.gradients import DataParallelGradients
+from d9d_lightning.launch import build_launcher, check_degrees, check_processes, join_job, leave_job
+from d9d_lightning.metrics import install_metric_sync
+from d9d_lightning.parallelize import FlagFollower, Plan, broadcast_values, is_parallelized, parallelize_module
+from d9d_lightning.precision import install_mesh_clipping
+
+T = TypeVar("T")
+
+
+class D9DStrategy(ParallelStrategy):
+    """Runs an unchanged LightningModule replicated, sharded, or both, over the processes of a Trainer.
+
+    ``Trainer(strategy=D9DStrategy(mesh={"data_parallel_shard": 4}), devices=4)``; under ``torchrun`` as well. On one
+    process it behaves as Lightning without a strategy.
+    """
+
+    strategy_name = "d9d"
+
+    def __init__(
+        self,
+        mesh: DeviceMeshParameters | Mapping[str, int] | Literal["auto"] | None = None,
+        parallelize: Plan = None,
+        *,
+        bucket_size_mb: int = 32,
+        min_unit_params: int = 1_000_000,
+        mp_policy: MixedPrecisionPolicy | None = None,
+        reshard_after_forward: bool | int | None = None,
+        timeout_s: float | None = None,
+    ) -> None:
+        """Describe the job; nothing is distributed yet.
+
+        Args:
+            mesh: Parallelism degrees. None and "auto": as many replicas as the Trainer has processes.
+            parallelize: How to distribute the module. A function of (module, context) that does it; or a mapping of
+                name patterns (as of `fnmatch`, over the names of submodules) to "replicate" or "shard" ("hsdp" is
+                another word for it), where the first match counts. None: each repeated block, or else each submodule
+                of `min_unit_params`, is an FSDP unit. What is left is replicated, or sharded if anything is.
+            bucket_size_mb: Size of the gradient buckets of replicated parameters in MiB. Smaller ones overlap more of
+                the sums with the backward pass, larger ones cost less per byte.
+            min_unit_params: Smallest FSDP unit of the default plan where no block repeats. Each unit costs about half
+                a millisecond of Python per step.
+            mp_policy: FSDP's own mixed precision, for the default and the pattern plan. None: as Lightning's
+                ``precision`` says, by autocast.
+            reshard_after_forward: Whether FSDP frees gathered parameters after the forward pass; see ``fully_shard``.
+                None: except while batches accumulate.
+            timeout_s: Time limit of collectives in seconds. None: 30 minutes.
+
+        Raises:
+            NotImplementedError: For degrees that come with a later release.
+            pydantic.ValidationError: For a malformed mesh.
+        """
+        super().__init__()
+        if mesh is None or mesh == "auto":
+            self._mesh = None
+        else:
+            self._mesh = DeviceMeshParameters.model_validate(dict(mesh) if isinstance(mesh, Mapping) else mesh)
+            check_degrees(self._mesh)
+        self._plan = parallelize
+        self._bucket_size_mb = bucket_size_mb
+        self._min_unit_params = min_unit_params
+        self._fsdp_kwargs: dict[str, Any] = {"reshard_after_forward": reshard_after_forward}
+        if mp_policy is not None:
+            self._fsdp_kwargs["mp_policy"] = mp_policy
+        self._timeout_s = timeout_s
+        self._num_nodes = 1
+        self._context: DistributedContext | None = None
+        self._gradients: DataParallelGradients | None = None
+        self._flags: FlagFollower | None = None
+        self._restores_after_setup: bool | None = None
+        self._buffers_differ = False
+        self.last_grad_norm: torch.Tensor | None = None
+        """Norm over all gradients before the last clipping by norm, a scalar on the device; None before the first."""
+
+    # ---- what the job is -------------------------------------------------------------------------------------------
+
+    @property
+    def mesh(self) -> DeviceMeshParameters:
+        """The parallelism degrees. Known once the Trainer is constructed."""
+        return self._mesh or DeviceMeshParameters(data_parallel_replicate=self._num_processes)
+
+    @property
+    def _num_processes(self) -> int:
+        return max(1, len(self.parallel_devices or ())) * self._num_nodes
+
+    @property
+    def dist_context(self) -> DistributedContext:
+        """The ranks of the job and the meshes over them.
+
+        Raises:
+            RuntimeError: On one process, which has none, and before the Trainer has started.
+        """
+        if self._context is None:
+            raise RuntimeError(
+                "there is no distributed context: the job runs on one process, or has not started."
+                if not self.mesh.is_distributed
+                else "the distributed context exists from `setup` on; the Trainer has not started the job yet."
+            )
+        return self._context
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether ranks read different samples, so that Lightning splits the data. Read before any group exists."""
+        return self.mesh.data_parallel > 1
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of machines; set by the Trainer."""
+        return self._num_nodes
+
+    @num_nodes.setter
+    def num_nodes(self, num_nodes: int) -> None:
+        self._num_nodes = num_nodes
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        if not self.parallel_devices:
+            raise RuntimeError("the Trainer has not told the strategy its devices yet")
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.mesh.data_parallel, "rank": self._dp_rank}
+
+    @property
+    def _dp_rank(self) -> int:
+        # Data parallelism is all there is, so far. Arithmetic, as Lightning asks before any group exists.
+        return self.global_rank
+
+    # ---- start and end ---------------------------------------------------------------------------------------------
+
+    @override
+    def _configure_launcher(self) -> None:
+        environment = self.cluster_environment
+        if environment is None or self.parallel_devices is None:
+            raise RuntimeError("the Trainer has not told the strategy its devices yet")
+        num_devices = len(self.parallel_devices)
+        check_processes(self.mesh, num_devices, self._num_nodes, environment)
+        self._launcher = build_launcher(environment, num_devices, self._num_nodes)
+
+    def set_world_ranks(self) -> None:
+        """Tell the cluster environment and Lightning's logging the rank of this process."""
+        environment = self.cluster_environment
+        if environment is not None:
+            num_devices = len(self.parallel_devices or ())
+            environment.set_global_rank(environment.node_rank() * num_devices + environment.local_rank())
+            environment.set_world_size(num_devices * self._num_nodes)
+        fabric_rank_zero_only.rank = rank_zero_only.rank = self.global_rank
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        self.set_world_ranks()
+        if not self.mesh.is_distributed:
+            leave_job()
+            return
+        reset_seed()
+        if self.cluster_environment is None or self.parallel_devices is None:
+            raise RuntimeError("the strategy is not connected to a Trainer")
+        self._context = join_job(self.mesh, self.cluster_environment, len(self.parallel_devices), self.root_device)
+        if self._timeout_s is not None:
+            self._context.set_timeout(self._timeout_s)
+
+    @override
+    def connect(self, model: LightningModule) -> None:
+        super().connect(model)
+        self._restores_after_setup = None
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        module = self._connected_module
+        if self.accelerator is None:
+            raise RuntimeError("the strategy is not connected to a Trainer")
+        self.accelerator.setup(trainer)
+        if not is_parallelized(module):
+            self._setup_module(module, is_fitting=trainer.state.fn == TrainerFn.FITTING)
+        for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop, trainer.fit_loop.epoch_loop.val_loop):
+            # Parameters that FSDP gathers under inference mode could not be trained afterwards.
+            loop.inference_mode = loop.inference_mode and self._context is None
+        if self._context is not None:
+            install_metric_sync(module)
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._setup_training(module)
+
+    def _setup_module(self, module: LightningModule, *, is_fitting: bool) -> None:
+        if is_fitting and self._layer_sync is not None and self._context is not None:
+            self._layer_sync.apply(module)
+        self.precision_plugin.convert_module(module)
+        is_meta = _is_meta(module)
+        if not is_meta:
+            self.model_to_device()
+        if self._context is not None:
+            group = self._context.data_group
+            if group is not None:
+                broadcast_values([*module.parameters(), *module.buffers()], group)
+            parallelize_module(module, self._context, self._plan, self._min_unit_params, self._fsdp_kwargs)
+        if is_meta:
+            seed = int(os.environ.get("PL_GLOBAL_SEED", "0"))
+            group = None if self._context is None else self._context.data_group
+            materialize_module(module, self.root_device, seed, group=group)
+
+    def _setup_training(self, module: LightningModule) -> None:
+        _optimizers_to_device(self.optimizers, self.root_device)
+        if self._context is None:
+            return
+        for optimizer in self.optimizers:
+            localize_optimizer(optimizer)
+        self._flags = FlagFollower(module)
+        self._gradients = DataParallelGradients(
+            module,
+            self.optimizers,
+            dp_size=self._context.dp_size,
+            bucket_size_mb=self._bucket_size_mb,
+            device=self.root_device,
+            stays_gathered=self._fsdp_kwargs["reshard_after_forward"] is None,
+        )
+
+    @property
+    def _connected_module(self) -> LightningModule:
+        if self.lightning_module is None:
+            raise RuntimeError("no LightningModule is connected to the strategy")
+        return self.lightning_module
+
+    @override
+    def model_to_device(self) -> None:
+        self._connected_module.to(self.root_device)
+
+    @override
+    def teardown(self) -> None:
+        if self._gradients is not None:
+            self._gradients.release()
+            self._gradients = None
+        if self._context is None:
+            super().teardown()
+            return
+        # Distributed parameters stay on their device: the next run uses them there.
+        self.precision_plugin.teardown()
+        if self.cluster_environment is not None:
+            self.cluster_environment.teardown()
+        if self.accelerator is not None:
+            self.accelerator.teardown()
+        self.checkpoint_io.teardown()
+
+    # ---- the step --------------------------------------------------------------------------------------------------
+
+    @property
+    @override
+    def precision_plugin(self) -> Precision:
+        return super().precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, precision_plugin: Precision | None) -> None:
+        self._precision_plugin = precision_plugin
+        if precision_plugin is not None:
+            install_mesh_clipping(precision_plugin, self.mesh, self._keep_grad_norm)
+
+    def _keep_grad_norm(self, norm: torch.Tensor) -> None:
+        self.last_grad_norm = norm
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self._flags is not None:
+            self._flags.follow()
+            self._buffers_differ = True
+        return super().training_step(*args, **kwargs)
+
+    @override
+    def backward(self, closure_loss: torch.Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> torch.Tensor:
+        module = self._connected_module
+        loss = self.precision_plugin.pre_backward(closure_loss, module)
+        if self._gradients is not None:
+            self._gradients.before_backward()
+        self.precision_plugin.backward(loss, module, optimizer, *args, **kwargs)
+        if self._gradients is not None:
+            # Before on_after_backward, which post_backward calls: hooks see the mean over all ranks.
+            self._gradients.after_backward()
+        return self.precision_plugin.post_backward(loss, module)
+
+    @contextmanager
+    @override
+    def block_backward_sync(self) -> Generator[None]:
+        if self._gradients is None:
+            yield
+            return
+        with self._gradients.block_sums():
+            yield
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        # Lightning would seed by the global rank; ranks that read the same samples must augment them alike.
+        _auto_add_worker_init_fn(dataloader, self._dp_rank)
+        return dataloader
+
+    @override
+    def on_train_start(self) -> None:
+        self._sync_new_metrics()
+
+    @override
+    def on_validation_start(self) -> None:
+        self._enter_evaluation()
+
+    @override
+    def on_test_start(self) -> None:
+        self._enter_evaluation()
+
+    @override
+    def on_predict_start(self) -> None:
+        self._enter_evaluation()
+
+    @override
+    def on_validation_end(self) -> None:
+        self._free_gathered()
+
+    @override
+    def on_test_end(self) -> None:
+        self._free_gathered()
+
+    @override
+    def on_predict_end(self) -> None:
+        self._free_gathered()
+
+    def _enter_evaluation(self) -> None:
+        """Use the buffers of rank 0 everywhere, as DDP does: running statistics have seen different data."""
+        self._sync_new_metrics()
+        if self._context is None or not self._buffers_differ or self._context.data_group is None:
+            return
+        self._buffers_differ = False
+        broadcast_values(_model_buffers(self._connected_module), self._context.data_group)
+
+    def _sync_new_metrics(self) -> None:
+        if self._context is not None:
+            install_metric_sync(self._connected_module)
+
+    def _free_gathered(self) -> None:
+        """Let ``parameters()`` show the shards again: without a backward pass FSDP leaves some gathered."""
+        if self._context is not None:
+            for child in self._connected_module.modules():
+                if isinstance(child, FSDPModule):
+                    child.reshard()
+
+    # ---- collectives -----------------------------------------------------------------------------------------------
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        if self._context is not None:
+            dist.barrier()
+
+    @override
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        if self._context is None:
+            return obj
+        objects: list[T] = [obj]
+        dist.broadcast_object_list(objects, src)
+        return objects[0]
+
+    @override
+    def reduce(
+        self,
+        tensor: Any,  # Lightning passes whatever was logged
+        group: dist.ProcessGroup | None = None,
+        reduce_op: dist.ReduceOp.RedOpType | str | None = "mean",
+    ) -> Any:
+        """Reduce a tensor over the data-parallel ranks, into a new one; integers have a floating point mean.
+
+        All ranks of the group must call it. Anything but a tensor is returned as it is, as is every tensor on one
+        process and before the job has started.
+        """
+        group = group or (None if self._context is None else self._context.data_group)
+        if self._context is None or group is None or not isinstance(tensor, torch.Tensor):
+            return tensor
+        return reduce_over(tensor, group, "mean" if reduce_op is None else reduce_op)
+
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002  # Lightning's name
+        if self._context is None:
+            return decision
+        flag = torch.tensor(int(decision), device=self.root_device)
+        dist.all_reduce(flag, op=dist.ReduceOp.MIN if all else dist.ReduceOp.MAX)
+        return bool(flag)
+
+    @override
+    def all_gather(
+        self, tensor: torch.Tensor, group: dist.ProcessGroup | None = None, sync_grads: bool = False
+    ) -> torch.Tensor:
+        group = group or dist.group.WORLD
+        if self._context is None or group is None:
+            return tensor
+        return all_gather_stacked(tensor, group, has_gradient=sync_grads)
+
+    # ---- checkpoints -----------------------------------------------------------------------------------------------
+
+    @property
+    @override
+    def restore_checkpoint_after_setup(self) -> bool:
+        # Before, where possible: plain tensors load as ever, and Lightning forgets `weights_only` otherwise.
+        if self._restores_after_setup is None:
+            self._restores_after_setup = _is_meta(self._connected_module)
+        return self._restores_after_setup
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: object | None = None
+    ) -> None:
+        """Write a checkpoint with full tensors, the same on every mesh. All ranks must call it.
+
+        Until here, `on_save_checkpoint` hooks see distributed tensors in ``checkpoint["state_dict"]``.
+
+        Raises:
+            RuntimeError: On all ranks, if rank 0 could not write.
+        """
+        if self._context is None:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        full = gather_checkpoint(checkpoint, keep=self.is_global_zero)
+        failure: Exception | None = None
+        if self.is_global_zero:
+            try:
+                self.checkpoint_io.save_checkpoint(full, filepath, storage_options=storage_options)
+            except Exception as error:  # noqa: BLE001  # raised below, once the others know
+                failure = error
+        reason = self.broadcast(None if failure is None else f"{type(failure).__name__}: {failure}")
+        if reason is not None:
+            raise RuntimeError(f"rank 0 could not write the checkpoint {filepath}: {reason}") from failure
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        module = self._connected_module
+        module.load_state_dict(shard_model_state(checkpoint["state_dict"], module), strict=strict)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
+            optimizer.load_state_dict(shard_optimizer_state(state, optimizer))
+        _optimizers_to_device(self.optimizers, self.root_device)
+
+
+def _is_meta(module: nn.Module) -> bool:
+    return any(parameter.is_meta for parameter in module.parameters())
+
+
+def _model_buffers(module: nn.Module) -> list[torch.Tensor]:
+    """Return the buffers of a module, without those of its metrics, which are gathered in their own way."""
+    return [
+        buffer
+        for child in module.modules()
+        if not isinstance(child, Metric)
+        for buffer in child.buffers(recurse=False)
+    ]
+
+
+def register_strategy() -> None:
+    """Make ``Trainer(strategy="d9d")`` known to Lightning."""
+    if D9DStrategy.strategy_name not in StrategyRegistry.available_strategies():
+        StrategyRegistry.register(D9DStrategy.strategy_name, D9DStrategy, description="d9d, replicated over all devices")
+
+
+register_strategy()

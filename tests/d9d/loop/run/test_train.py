@@ -1,0 +1,154 @@
+"""The native training loop: the same numbers on every mesh, and exact resumption."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from d9d.core.dist_context import DeviceMeshParameters
+from d9d.loop.event.catalogue.train import EVENT_TRAIN_OPTIMIZER_STEP_PRE, EVENT_TRAIN_STEP_POST
+from tests.d9d.loop.run.regression_job import GLOBAL_BATCH_SIZE, build_job, plain_losses
+from tests.harness.parity import FP32_CLOSE, FP64_EXACT, named_full_parameters
+
+MESHES = {
+    1: [DeviceMeshParameters()],
+    2: [DeviceMeshParameters(data_parallel_replicate=2), DeviceMeshParameters(data_parallel_shard=2)],
+    4: [
+        DeviceMeshParameters(data_parallel_replicate=2, data_parallel_shard=2),
+        DeviceMeshParameters(data_parallel_shard=4),
+        DeviceMeshParameters(data_parallel_replicate=4),
+    ],
+}
+
+
+def check_parity(folder: Path, dtype: torch.dtype, tolerance: float, weight=lambda index: None) -> None:
+    losses, model = plain_losses(20, dtype, weight)
+    for number, mesh in enumerate(MESHES[dist.get_world_size()]):
+        job = build_job(mesh, folder / str(number), dtype=dtype, weight=weight)
+        job.trainer.train()
+        for name, value in named_full_parameters(job.model).items():
+            torch.testing.assert_close(value, model.get_parameter(name).detach(), rtol=0, atol=tolerance)
+        if dist.get_rank() == 0:
+            assert list(job.losses()) == list(range(1, 21))
+            torch.testing.assert_close(list(job.losses().values()), losses, rtol=0, atol=tolerance)
+            assert set(job.logged("samples").values()) == {float(GLOBAL_BATCH_SIZE)}
+        dist.barrier()
+
+
+@pytest.mark.world_size(1)
+def test_one_process_equals_plain_pytorch(tmp_path):
+    check_parity(tmp_path, torch.float64, FP64_EXACT)
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, FP64_EXACT), (torch.float32, FP32_CLOSE)])
+def test_two_ranks_equal_plain_pytorch(tmp_path, dtype, tolerance):
+    check_parity(tmp_path, dtype, tolerance)
+
+
+@pytest.mark.world_size(4)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, FP64_EXACT), (torch.float32, FP32_CLOSE)])
+def test_four_ranks_equal_plain_pytorch(tmp_path, dtype, tolerance):
+    check_parity(tmp_path, dtype, tolerance)
+
+
+class CutShort(Exception):
+    """Ends a job in the middle of a step."""
+
+
+def uneven_weight(index: torch.Tensor) -> torch.Tensor:
+    """Weights 0 to 3 by microbatch; the loss of a microbatch of weight 0 is 0 / 0."""
+    return (index[0] // 2 % 4).double()
+
+
+@pytest.mark.world_size(4)
+def test_weighted_loss_equals_plain_pytorch(tmp_path):
+    check_parity(tmp_path, torch.float64, FP64_EXACT, uneven_weight)
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("mesh", MESHES[2], ids=["replicate", "shard"])
+def test_a_step_without_weight_changes_nothing(tmp_path, mesh):
+    def weight(index: torch.Tensor) -> torch.Tensor:
+        return torch.tensor(0.0 if index[0] // GLOBAL_BATCH_SIZE == 1 else 1.0)
+
+    job = build_job(mesh, tmp_path, total_steps=3, weight=weight)
+    before: list[dict[str, torch.Tensor]] = []
+    state = job.trainer._state
+
+    def remember(context: object) -> None:
+        before.append({name: value.clone() for name, value in named_full_parameters(job.model).items()})
+
+    state.event_bus.subscribe(EVENT_TRAIN_STEP_POST, remember)
+    job.trainer.train()
+    for name, value in before[0].items():
+        assert torch.equal(value, before[1][name]), name
+        assert not torch.equal(value, before[2][name]), name
+        assert torch.isfinite(before[2][name]).all()
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("mesh", MESHES[2], ids=["replicate", "shard"])
+def test_resume_continues_bit_for_bit(tmp_path, mesh):
+    options = {"checkpointing": {"save_dir": str(tmp_path / "saved"), "period_steps": 4}}
+    straight = build_job(mesh, tmp_path / "straight", total_steps=12, dropout=0.5)
+    straight.trainer.train()
+    # The learning rate schedule ends with the job, so the first leg runs a job of the same length and is cut short.
+    first = build_job(mesh, tmp_path / "resumed", total_steps=12, dropout=0.5, overrides=options)
+
+    def cut(context) -> None:
+        if context.schedule.current_step == 9:
+            raise CutShort
+
+    first.trainer._state.event_bus.subscribe(EVENT_TRAIN_OPTIMIZER_STEP_PRE, cut)
+    with pytest.raises(CutShort):
+        first.trainer.train()
+    second = build_job(mesh, tmp_path / "resumed", total_steps=12, dropout=0.5, overrides=options)
+    second.trainer.train()
+    assert second.task.read == straight.task.read[-len(second.task.read) :]
+    expected = named_full_parameters(straight.model)
+    for name, value in named_full_parameters(second.model).items():
+        assert torch.equal(value, expected[name]), name
+    if dist.get_rank() == 0:
+        for step in range(9, 13):
+            assert second.losses()[step] == straight.losses()[step], step
+
+
+@pytest.mark.world_size(4)
+def test_resume_on_another_mesh(tmp_path):
+    options = {"checkpointing": {"save_dir": str(tmp_path / "saved"), "period_steps": 5}}
+    shard = DeviceMeshParameters(data_parallel_shard=4)
+    hybrid = DeviceMeshParameters(data_parallel_replicate=2, data_parallel_shard=2)
+    build_job(shard, tmp_path / "a", total_steps=5, overrides=options).trainer.train()
+    resumed = build_job(hybrid, tmp_path / "b", total_steps=10, overrides=options)
+    resumed.trainer.train()
+    unmoved = {"checkpointing": {"save_dir": str(tmp_path / "unmoved"), "period_steps": 5}}
+    build_job(shard, tmp_path / "c", total_steps=5, overrides=unmoved).trainer.train()
+    same_mesh = build_job(shard, tmp_path / "d", total_steps=10, overrides=unmoved)
+    same_mesh.trainer.train()
+    expected = named_full_parameters(same_mesh.model)
+    for name, value in named_full_parameters(resumed.model).items():
+        torch.testing.assert_close(value, expected[name], rtol=0, atol=FP64_EXACT)
+
+
+def test_a_complete_job_returns_at_once(tmp_path):
+    options = {"checkpointing": {"save_dir": str(tmp_path / "saved"), "period_steps": "last_step"}}
+    build_job(DeviceMeshParameters(), tmp_path, total_steps=3, overrides=options).trainer.train()
+    again = build_job(DeviceMeshParameters(), tmp_path, total_steps=3, overrides=options)
+    again.trainer.train()
+    assert again.task.read == []
+
+
+def test_data_that_ends_early_is_named(tmp_path):
+    job = build_job(DeviceMeshParameters(), tmp_path, total_steps=31)
+    with pytest.raises(RuntimeError, match=r"ended after step 30 of 31"):
+        job.trainer.train()
+
+
+def test_the_same_batch_in_other_microbatches_gives_the_same_numbers(tmp_path):
+    losses, _ = plain_losses(5, torch.float64)
+    for size in (1, 4, 16):
+        job = build_job(DeviceMeshParameters(), tmp_path / str(size), total_steps=5, microbatch_size=size)
+        job.trainer.train()
+        torch.testing.assert_close(list(job.losses().values()), losses, rtol=0, atol=FP64_EXACT)
