@@ -4,6 +4,7 @@ import contextlib
 import logging
 import math
 import os
+import sys
 from collections.abc import Generator
 from datetime import timedelta
 from functools import cached_property
@@ -182,11 +183,7 @@ class DeviceMeshParameters(BaseModel):
         """
         if world_size == self.world_size:
             return
-        fits: list[str] = []
-        for name in DeviceMeshParameters.model_fields:
-            others = self.world_size // getattr(self, name) if name != "expert_parallel" else 0
-            if others and world_size % others == 0:
-                fits.append(f"{name}: {world_size // others}")
+        fits = self._single_changes_for(world_size)
         degrees = " x ".join(
             f"{name} {value}" for name, value in self.model_dump().items() if value > 1 and name != "expert_parallel"
         )
@@ -195,6 +192,18 @@ class DeviceMeshParameters(BaseModel):
             f"The mesh needs {self.world_size} processes ({degrees or 'all degrees are 1'}), but the job runs "
             f"{world_size}. Start {self.world_size} (torchrun --nproc-per-node {self.world_size}){mend}."
         )
+
+    def _single_changes_for(self, world_size: int) -> list[str]:
+        """Return the degrees that would make the mesh fit if they alone were changed."""
+        fits: list[str] = []
+        for name in DeviceMeshParameters.model_fields:
+            others = self.world_size // getattr(self, name)
+            if name == "expert_parallel" or world_size % others != 0:
+                continue
+            changed = self.model_copy(update={name: world_size // others})
+            if changed.data_ranks % self.expert_parallel == 0:
+                fits.append(f"{name}: {world_size // others}")
+        return fits
 
     def build(self, log_level: int = logging.INFO) -> "DistributedContext":
         """Build the context of this process. All ranks of the job must call it."""
@@ -429,7 +438,7 @@ def build_dist_logger(qualifier: str, level: int) -> logging.Logger:
     logger.propagate = False
     for handler in logger.handlers[:]:
         logger.removeHandler(handler)
-    handler = logging.StreamHandler()
+    handler = logging.StreamHandler(sys.stdout)
     handler.setFormatter(logging.Formatter(f"[d9d] [{qualifier}] %(asctime)s - %(levelname)s - %(message)s"))
     logger.addHandler(handler)
     return logger

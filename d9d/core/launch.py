@@ -37,6 +37,8 @@ class LaunchEnvironment:
         local_world_size = _integer("LOCAL_WORLD_SIZE", world_size, 1, problems)
         if not problems and rank >= world_size:
             problems.append(f"RANK={rank} must be less than WORLD_SIZE={world_size}")
+        if world_size > 1 and "RANK" not in os.environ and not dist.is_initialized():
+            problems.append(f"RANK is not set, but WORLD_SIZE={world_size}: all processes would be rank 0")
         if problems:
             raise ValueError(f"Malformed launch environment: {'; '.join(problems)}.")
         if dist.is_initialized():

@@ -18,7 +18,7 @@ class SleepTag(StrEnum):
     """What a sleeping job gives up."""
 
     TENSOR_STATES = "tensor_states"
-    """Device memory of parameters, gradients buffers and optimizer states."""
+    """Device memory of parameters, gradient buffers and optimizer states."""
     COMMS = "comms"
     """Communicators and their device memory."""
 

@@ -65,18 +65,30 @@ def num_microbatches_for_global_batch(
     Raises:
         ValueError: The global batch is not a multiple of the data-parallel degree times the microbatch size.
     """
-    for name, value in {"global_batch_size": global_batch_size, "microbatch_size": microbatch_size}.items():
-        if value < 1:
-            raise ValueError(f"{name} ({value}) must be at least 1.")
-    per_round = dist_context.dp_size * microbatch_size
+    problems = global_batch_problems(dist_context.dp_size, global_batch_size, microbatch_size)
+    if problems:
+        raise ValueError(" ".join(problems))
+    return global_batch_size // (dist_context.dp_size * microbatch_size)
+
+
+def global_batch_problems(dp_size: int, global_batch_size: int, microbatch_size: int) -> list[str]:
+    """Return why a global batch cannot be dealt out to data-parallel ranks, if it cannot."""
+    problems = [
+        f"{name} ({value}) must be at least 1."
+        for name, value in {"global_batch_size": global_batch_size, "microbatch_size": microbatch_size}.items()
+        if value < 1
+    ]
+    if problems:
+        return problems
+    per_round = dp_size * microbatch_size
     count, rest = divmod(global_batch_size, per_round)
     if rest:
         valid = " or ".join(str(n * per_round) for n in (count, count + 1) if n > 0)
-        raise ValueError(
+        problems.append(
             f"global_batch_size ({global_batch_size}) is not a multiple of data_parallel * microbatch_size "
-            f"({dist_context.dp_size} * {microbatch_size} = {per_round}). Use {valid}."
+            f"({dp_size} * {microbatch_size} = {per_round}). Use {valid}."
         )
-    return count
+    return problems
 
 
 class FixedCountMicrobatchPacker(MicrobatchPackStream):

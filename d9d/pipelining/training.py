@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
-from torch.distributed import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from d9d.core.protocol import LRSchedulerProtocol, OptimizerProtocol
 

@@ -10,11 +10,15 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from d9d.core.device import pin_memory_supported
-from d9d.core.dist_context import DistributedContext
+from d9d.core.dist_context import DeviceMeshParameters, DistributedContext
 from d9d.core.protocol import MicrobatchPackStream
 from d9d.core.types import CollateFn, MicrobatchPack
 from d9d.dataset.global_batch import EpochOrder, GlobalBatchPlan
-from d9d.dataset.pack_stream import PinMemoryMicrobatchPackStream, num_microbatches_for_global_batch
+from d9d.dataset.pack_stream import (
+    PinMemoryMicrobatchPackStream,
+    global_batch_problems,
+    num_microbatches_for_global_batch,
+)
 from d9d.dataset.sharded import ShardIndexingMode, dataset_length, derive_seed, refuse_changed_state
 from d9d.loop.control import DataProvider, InitializeDataProviderContext
 
@@ -110,6 +114,10 @@ class AutoDataProvider(DataProvider):
         self._dataset_factory = dataset_factory
         self._collator = collator
         self._config = config
+
+    def mesh_problems(self, mesh: DeviceMeshParameters) -> list[str]:
+        """Return why the global batch does not fit a mesh, if it does not."""
+        return global_batch_problems(mesh.data_parallel, self._config.global_batch_size, self._config.microbatch_size)
 
     def __call__(self, context: InitializeDataProviderContext) -> MicrobatchPackStream:
         """Build the stream of this rank.

@@ -1,7 +1,10 @@
 """Write and find the training checkpoints of a run."""
 
+import contextlib
 import re
 import shutil
+import warnings
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -109,7 +112,8 @@ class StateCheckpointer:
             state.prepare_to_load(saved)
         # Any: state dicts hold what their owners choose.
         loaded: dict[str, Any] = {_STATE: state.state_dict()}
-        dcp.load(loaded, checkpoint_id=path, no_dist=not self._dist_context.is_distributed)
+        with _quiet_on_one_process():
+            dcp.load(loaded, checkpoint_id=path, no_dist=not self._dist_context.is_distributed)
         state.load_state_dict(loaded[_STATE])
         if self._dist_context.is_main_process:
             self._dist_context.logger.info("resumed from %s", path)
@@ -122,6 +126,14 @@ class StateCheckpointer:
         if self._dist_context.is_distributed:
             dist.broadcast_object_list(newest, src=0)
         return None if newest[0] is None else Path(newest[0])
+
+
+@contextlib.contextmanager
+def _quiet_on_one_process() -> Generator[None]:
+    """Leave out torch's warning that there is no process group: we asked for that."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
 
 
 def room_for(saved: TensorStorageMetadata, device: torch.device) -> torch.Tensor:

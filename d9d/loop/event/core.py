@@ -72,7 +72,7 @@ def subscribe(event: Event[TContext]) -> Callable[[THandler], THandler]:
         # Applied from the bottom up, so the topmost event comes first. The tuple is new each time: a decorator below
         # may have copied it from another function.
         marks = (event, *_events_of(handler))
-        setattr(handler, _EVENTS_ATTRIBUTE, marks)  # introspection: marks travel with the function
+        setattr(_function_of(handler), _EVENTS_ATTRIBUTE, marks)  # introspection: marks travel with the function
         return handler
 
     return mark
@@ -103,9 +103,13 @@ def _marked_methods(cls: type) -> Iterator[tuple[str, tuple[Event[Any], ...]]]:
 
 
 def _events_of(member: object) -> tuple[Event[Any], ...]:
-    # Static and class methods keep the marks of the function inside.
-    function = member.__func__ if isinstance(member, staticmethod | classmethod) else member
+    function = _function_of(member)
     return getattr(function, _EVENTS_ATTRIBUTE, ()) if inspect.isroutine(function) else ()  # introspection: reads marks
+
+
+def _function_of(member: object) -> object:
+    # The decorators of static and class methods may be above or below ours, so marks are kept by the function inside.
+    return member.__func__ if isinstance(member, staticmethod | classmethod) else member
 
 
 def _name_of(handler: Callable[..., None]) -> str:

@@ -1,8 +1,10 @@
 """Build a training job from its parts."""
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, cast
 
 from d9d.core.dist_context import DeviceMeshParameters, DistributedContext
+from d9d.core.types import ScalarTree
 from d9d.dataset.pack_stream import global_batch_size_of
 from d9d.internals.determinism import set_seeds, set_step_seeds
 from d9d.loop.component import (
@@ -52,6 +54,7 @@ from d9d.loop.event.catalogue.train import (
     EventLRSchedulerReadyContext,
     EventOptimizerReadyContext,
 )
+from d9d.loop.run.job_check import refuse_problems
 from d9d.loop.run.job_state import CheckpointedState
 from d9d.loop.run.train import Trainer, TrainJobState
 from d9d.metric.impl.container import ComposeMetric
@@ -93,7 +96,12 @@ class TrainingConfigurator:
         self._lr_scheduler_provider = lr_scheduler_provider
 
     def configure(self) -> Trainer:
-        """Build the job. All ranks must call it, and it blocks until all have."""
+        """Build the job. All ranks must call it, and it blocks until all have.
+
+        Raises:
+            ValueError: With all problems of the configuration, before any process group exists.
+        """
+        refuse_problems(self._mesh, self._config, self._data_provider)
         bus = EventBus()
         context = self._mesh.build()
         set_seeds(context, self._config.determinism.base_seed)
@@ -149,9 +157,9 @@ class TrainingConfigurator:
         bus.trigger(EVENT_TRAIN_LR_SCHEDULER_READY, EventLRSchedulerReadyContext(lr_scheduler=lr_scheduler))
         gc = ManualGarbageCollector(context, config.gc, schedule)
         progress = TrainingProgress(context, schedule, global_batch_size_of(stream))
-        hparams = {**task.dump_hparams(), **self._model_provider.dump_hparams()}
+        hparams = _merged(task.dump_hparams(), self._model_provider.dump_hparams())
         logger = JobLogger(context, config.logging, metrics, schedule, config.run, hparams, progress)
-        parts = {
+        parts: dict[str, Any] = {
             "schedule": schedule,
             "tracked_modules": modules,
             "microbatch_pack_stream": packs,
@@ -183,3 +191,12 @@ class TrainingConfigurator:
             checkpointer=StateCheckpointer(context, schedule, config.checkpointing, gc, config.run.name),
             checkpointed=CheckpointedState(dist_context=context, parts=parts),
         )
+
+
+def _merged(*trees: ScalarTree) -> dict[str, Any]:
+    merged: dict[str, Any] = {}
+    for tree in trees:
+        if not isinstance(tree, Mapping):
+            raise TypeError(f"dump_hparams() must return a dict, got {type(tree).__name__}.")
+        merged.update(cast("Mapping[str, Any]", tree))
+    return merged

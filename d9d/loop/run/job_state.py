@@ -1,6 +1,7 @@
 """Everything of a training job that a checkpoint holds."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch.optim import Optimizer
 
 from d9d.core.device import random_state, set_random_state
 from d9d.core.dist_context import DistributedContext
-from d9d.core.placement import like_parameter, local_tensor
+from d9d.core.placement import local_tensor
 from d9d.loop.component.checkpointer import SavedTensors, room_for
 from d9d.pipelining.training import PipelinedOptimizer
 
@@ -20,7 +21,7 @@ class CheckpointedState(Stateful):
     """The parts of a job whose state a checkpoint holds, by their key in it."""
 
     dist_context: DistributedContext
-    parts: dict[str, Stateful]
+    parts: Mapping[str, Stateful]
     """Includes ``optimizer``, a `PipelinedOptimizer`."""
     has_random_state: bool = True
     """Whether the checkpoint to load was saved by as many ranks, so that random states can be restored."""

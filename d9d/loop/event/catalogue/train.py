@@ -15,7 +15,7 @@ from d9d.loop.event.core import Event
 if TYPE_CHECKING:
     from d9d.core.offload import SleepTag
     from d9d.core.protocol import LRSchedulerProtocol, OptimizerProtocol
-    from d9d.loop.component.job_logger import TrackerWriter
+    from d9d.loop.component.tracker_writer import TrackerWriter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -114,6 +114,11 @@ class Target(Base):
     def static(context):
         context.append("static")
 
+    @subscribe(POST)
+    @classmethod
+    def of_class(cls, context):
+        context.append(cls.__name__)
+
     @property
     def expensive(self):
         raise AssertionError("a property was evaluated")
@@ -126,4 +131,4 @@ def test_marked_methods_are_subscribed_in_the_order_of_definition():
     assert calls == ["base", "both", "second"]
     calls.clear()
     bus.trigger(POST, calls)
-    assert calls == ["both", "static"]
+    assert calls == ["both", "static", "Target"]
