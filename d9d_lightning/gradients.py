@@ -171,7 +171,8 @@ class DataParallelGradients:
             self._rebuild()
         is_last = not self._blocks
         for part in self._parts:
-            part.before_backward(sums_early=is_last and len(self._parts) == 1)
+            if part.is_active:
+                part.before_backward(sums_early=is_last and len(self._parts) == 1)
         self._fsdp.before_backward(is_last=is_last)
 
     def after_backward(self) -> None:

@@ -30,8 +30,10 @@ _LATER_DEGREES = (
 )
 """Degrees that the engine knows and this strategy does not drive yet."""
 
-_CONTEXTS: dict[tuple[DeviceMeshParameters, torch.device], tuple[dist.ProcessGroup, DistributedContext]] = {}
-"""Contexts of this process with the default group that each was built on; groups are never built twice for a mesh."""
+_CONTEXTS: weakref.WeakValueDictionary[tuple[DeviceMeshParameters, torch.device], DistributedContext] = (
+    weakref.WeakValueDictionary()
+)
+"""Contexts that strategies and modules of this process use, so that a mesh has its groups once."""
 
 _ACTIVE: weakref.WeakValueDictionary[str, DistributedContext] = weakref.WeakValueDictionary()
 """Under "job" the context of the Trainer that ran last, for callables that must not hold groups themselves."""
@@ -122,11 +124,10 @@ def join_job(
     A default process group that exists already is used. Several Trainers of one process that ask for the same mesh
     share its groups, so that a module which one of them has distributed can be used by the next.
     """
-    world = dist.group.WORLD
     known = _CONTEXTS.get((params, device))
-    if known is not None and world is not None and known[0] is world:
-        _ACTIVE["job"] = known[1]
-        return known[1]
+    if known is not None and known.groups[0] is dist.group.WORLD:
+        _ACTIVE["job"] = known
+        return known
     os.environ.update(
         RANK=str(environment.global_rank()),
         WORLD_SIZE=str(environment.world_size()),
@@ -136,9 +137,7 @@ def join_job(
         MASTER_PORT=str(environment.main_port),
     )
     context = DistributedContext(params, logging.INFO, device=device)
-    world = dist.group.WORLD
-    if world is not None:
-        _CONTEXTS[params, device] = (world, context)
+    _CONTEXTS[params, device] = context
     _ACTIVE["job"] = context
     return context
 

@@ -14,6 +14,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.distributed import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
 
 from d9d.core.dist_context import DENSE_DOMAIN, DistributedContext
@@ -81,7 +82,7 @@ def parallelize_module(
         _register_steps(module)
     _keep_class_names(module)
     parallelize_replicate(module, mesh)
-    FlagFollower.install(module)
+    FlagFollower.install(module, module)
     _DISTRIBUTED[module] = context
 
 
@@ -180,27 +181,32 @@ def _describe(context: DistributedContext) -> str:
 
 
 class FlagFollower:
-    """Forward pre-hook that lets replicated parameters follow ``requires_grad`` while a step runs.
+    """Forward pre-hook that lets what a module computes with follow ``requires_grad`` while a step runs.
 
     Freezing callbacks and ``toggle_optimizer`` set the flag on the parameters that optimizers hold. Modules compute
-    with other tensors over the same memory (see [Note: compute leaf] of `d9d.core.placement`), and these are not told.
+    with other tensors, and these are not told: the leaves of replicated parameters (see [Note: compute leaf] of
+    `d9d.core.placement`), and what FSDP has gathered for the root, once and for the whole step.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        """Watch the replicated parameters below a module."""
-        self._pairs = [
-            (parameter, compute_leaf(parameter)) for parameter in module.parameters() if has_compute_leaf(parameter)
+    def __init__(self, module: nn.Module, root: nn.Module) -> None:
+        """Watch the parameters below a module that are replicated, or belong to the root."""
+        parameters = set(module.parameters())
+        self._leaves = [(parameter, compute_leaf(parameter)) for parameter in parameters if has_compute_leaf(parameter)]
+        self._gathered = [
+            fsdp_parameter
+            for fsdp_parameter in (_fsdp_parameters(root) if isinstance(root, FSDPModule) else ())
+            if fsdp_parameter.sharded_param in parameters
         ]
 
     @classmethod
-    def install(cls, module: nn.Module) -> None:
-        """Hook into the outermost submodules that have a forward pass; the module itself follows anyway."""
+    def install(cls, module: nn.Module, root: nn.Module) -> None:
+        """Hook into the outermost submodules that have a forward pass. What is called below them follows then."""
         for child in module.children():
             if isinstance(child, nn.ModuleList | nn.ModuleDict):
-                cls.install(child)
+                cls.install(child, root)
                 continue
-            follower = cls(child)
-            if follower._pairs:
+            follower = cls(child, root)
+            if follower._leaves or follower._gathered:
                 child.register_forward_pre_hook(follower)
 
     def __call__(self, module: nn.Module, args: tuple[object, ...]) -> None:
@@ -209,9 +215,19 @@ class FlagFollower:
 
     def follow(self) -> None:
         """Set the flags that have changed."""
-        for parameter, leaf in self._pairs:
+        for parameter, leaf in self._leaves:
             if parameter.requires_grad is not leaf.requires_grad:
                 leaf.requires_grad_(parameter.requires_grad)
+        for fsdp_parameter in self._gathered:
+            # FSDP makes it when it first gathers.
+            gathered = vars(fsdp_parameter).get("_unsharded_param")
+            if gathered is not None and gathered.requires_grad is not fsdp_parameter.sharded_param.requires_grad:
+                gathered.requires_grad_(fsdp_parameter.sharded_param.requires_grad)
+
+
+def _fsdp_parameters(module: FSDPModule) -> Iterator[FSDPParam]:
+    for group in module._get_fsdp_state()._fsdp_param_groups:
+        yield from group.fsdp_params
 
 
 @torch.no_grad()

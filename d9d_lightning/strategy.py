@@ -28,6 +28,7 @@ from d9d.internals.materialize import materialize_module
 from d9d.optim.local_shards import localize_optimizer
 from d9d_lightning.checkpoint import gather_checkpoint, shard_model_state, shard_optimizer_state
 from d9d_lightning.collectives import all_gather_stacked, reduce_over
+from d9d_lightning.fsdp_steps import FsdpSteps
 from d9d_lightning.gradients import DataParallelGradients
 from d9d_lightning.launch import build_launcher, check_degrees, check_processes, join_job, leave_job
 from d9d_lightning.metrics import install_metric_sync
@@ -96,6 +97,7 @@ class D9DStrategy(ParallelStrategy):
         self._context: DistributedContext | None = None
         self._gradients: DataParallelGradients | None = None
         self._flags: FlagFollower | None = None
+        self._fsdp: FsdpSteps | None = None
         self._restores_after_setup: bool | None = None
         self._buffers_differ = False
         self.last_grad_norm: torch.Tensor | None = None
@@ -239,7 +241,8 @@ class D9DStrategy(ParallelStrategy):
             return
         for optimizer in self.optimizers:
             localize_optimizer(optimizer)
-        self._flags = FlagFollower(module)
+        self._flags = FlagFollower(module, module)
+        self._fsdp = FsdpSteps(module, self.optimizers, is_manual=not module.automatic_optimization)
         self._gradients = DataParallelGradients(
             module,
             self.optimizers,
@@ -261,9 +264,10 @@ class D9DStrategy(ParallelStrategy):
 
     @override
     def teardown(self) -> None:
-        if self._gradients is not None:
+        if self._gradients is not None and self._fsdp is not None:
             self._gradients.release()
-            self._gradients = None
+            self._fsdp.release()
+        self._gradients = self._fsdp = self._flags = None
         if self._context is None:
             super().teardown()
             return
@@ -293,21 +297,29 @@ class D9DStrategy(ParallelStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        if self._flags is not None:
-            self._flags.follow()
-            self._buffers_differ = True
-        return super().training_step(*args, **kwargs)
+        if self._flags is None or self._fsdp is None:
+            return super().training_step(*args, **kwargs)
+        self._flags.follow()
+        self._buffers_differ = True
+        self._fsdp.enter_step()
+        try:
+            return super().training_step(*args, **kwargs)
+        finally:
+            self._fsdp.leave_step()
 
     @override
     def backward(self, closure_loss: torch.Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> torch.Tensor:
         module = self._connected_module
         loss = self.precision_plugin.pre_backward(closure_loss, module)
-        if self._gradients is not None:
-            self._gradients.before_backward()
+        if self._gradients is None or self._fsdp is None:
+            self.precision_plugin.backward(loss, module, optimizer, *args, **kwargs)
+            return self.precision_plugin.post_backward(loss, module)
+        self._gradients.before_backward()
+        self._fsdp.before_backward(loss)
         self.precision_plugin.backward(loss, module, optimizer, *args, **kwargs)
-        if self._gradients is not None:
-            # Before on_after_backward, which post_backward calls: hooks see the mean over all ranks.
-            self._gradients.after_backward()
+        # Before on_after_backward, which post_backward calls: hooks see the mean over all ranks.
+        self._gradients.after_backward()
+        self._fsdp.after_backward()
         return self.precision_plugin.post_backward(loss, module)
 
     @contextmanager

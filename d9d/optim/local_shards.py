@@ -80,7 +80,7 @@ class _LocalShards:
     def _outside(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
         """Run the closure, which holds the user's code and the backward pass, with the DTensors in place."""
 
-        def run() -> Any:  # whatever the closure returns
+        def run() -> Any:  # noqa: ANN401  # whatever the closure returns
             self._exit(optimizer)
             result = closure()
             self._enter(optimizer)

@@ -55,7 +55,7 @@ from d9d.loop.event.catalogue.train import (
     EventOptimizerReadyContext,
 )
 from d9d.loop.run.job_check import refuse_problems
-from d9d.loop.run.job_state import CheckpointedState
+from d9d.loop.run.job_state import CheckpointedState, RandomState
 from d9d.loop.run.train import Trainer, TrainJobState
 from d9d.metric.impl.container import ComposeMetric
 from d9d.pipelining.factory import PipelineScheduleInfo
@@ -165,10 +165,10 @@ class TrainingConfigurator:
             "microbatch_pack_stream": packs,
             "logger": logger,
             "task": task,
-            "metrics": metrics,
             "optimizer": optimizer,
             "lr_scheduler": lr_scheduler,
         }
+        parts_of_rank = {"metrics": metrics, "random": RandomState(context.current_device)}
         return TrainJobState(
             dist_context=context,
             event_bus=bus,
@@ -189,7 +189,7 @@ class TrainingConfigurator:
             gc=gc,
             timeouts=timeouts,
             checkpointer=StateCheckpointer(context, schedule, config.checkpointing, gc, config.run.name),
-            checkpointed=CheckpointedState(dist_context=context, parts=parts),
+            checkpointed=CheckpointedState(dist_context=context, parts=parts, parts_of_rank=parts_of_rank),
         )
 
 

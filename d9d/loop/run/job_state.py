@@ -18,13 +18,20 @@ from d9d.pipelining.training import PipelinedOptimizer
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class CheckpointedState(Stateful):
-    """The parts of a job whose state a checkpoint holds, by their key in it."""
+    """The parts of a job whose state a checkpoint holds, by their key in it.
+
+    [Note: state of a rank]
+    Random generators and partial sums of metrics differ from rank to rank. They are saved under the number of ranks and
+    the rank, and restored where a job resumes on as many ranks; elsewhere both start anew.
+    """
 
     dist_context: DistributedContext
     parts: Mapping[str, Stateful]
-    """Includes ``optimizer``, a `PipelinedOptimizer`."""
-    has_random_state: bool = True
-    """Whether the checkpoint to load was saved by as many ranks, so that random states can be restored."""
+    """State that belongs to the job. Includes ``optimizer``, a `PipelinedOptimizer`."""
+    parts_of_rank: Mapping[str, Stateful]
+    """State that belongs to this rank."""
+    has_state_of_rank: bool = True
+    """Whether the checkpoint to load was saved by as many ranks."""
 
     def prepare_to_load(self, saved: SavedTensors) -> None:
         """Make room for the state of optimizers, which have none before their first step."""
@@ -35,27 +42,46 @@ class CheckpointedState(Stateful):
             prefix = f"optimizer.{key}.state."
             entries = {name.removeprefix(prefix): value for name, value in saved.items() if name.startswith(prefix)}
             _make_room(of_stage, entries)
-        ranks = f"{self.dist_context.world_size}_ranks"
-        self.has_random_state = f"rng.{ranks}.{self.dist_context.rank}.cpu" in saved
+        self.has_state_of_rank = any(name.startswith(f"{self._ranks_key}.") for name in saved)
+
+    @property
+    def _ranks_key(self) -> str:
+        return f"of_{self.dist_context.world_size}_ranks"
 
     # Any: state dicts hold what their owners choose.
     def state_dict(self) -> dict[str, Any]:
-        """Return references to the state of all parts, and the random state of this rank."""
+        """Return references to the state of all parts."""
         state: dict[str, Any] = {name: part.state_dict() for name, part in self.parts.items()}
-        if self.has_random_state:
-            ranks = f"{self.dist_context.world_size}_ranks"
-            state["rng"] = {ranks: {str(self.dist_context.rank): random_state(self.dist_context.current_device)}}
+        if self.has_state_of_rank:
+            of_rank = {name: part.state_dict() for name, part in self.parts_of_rank.items()}
+            state[self._ranks_key] = {str(self.dist_context.rank): of_rank}
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore all parts. Random state is restored where it was saved by as many ranks."""
+        """Restore all parts."""
         for name, part in self.parts.items():
             part.load_state_dict(state_dict[name])
-        if self.has_random_state:
-            ranks = f"{self.dist_context.world_size}_ranks"
-            own = state_dict["rng"][ranks][str(self.dist_context.rank)]
-            set_random_state(self.dist_context.current_device, own)
-        self.has_random_state = True
+        if self.has_state_of_rank:
+            of_rank = state_dict[self._ranks_key][str(self.dist_context.rank)]
+            for name, part in self.parts_of_rank.items():
+                part.load_state_dict(of_rank[name])
+        self.has_state_of_rank = True
+
+
+class RandomState(Stateful):
+    """The random generators of the host and the device of this rank."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Take the device of this rank."""
+        self._device = device
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states of the generators as tensors."""
+        return dict(random_state(self._device))
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore the generators."""
+        set_random_state(self._device, state_dict)
 
 
 def _make_room(optimizer: Optimizer, saved: SavedTensors) -> None:

@@ -2,11 +2,12 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from d9d.core.dist_context import DistributedContext
+from d9d.core.offload import DEFAULT_SLEEP_TAGS, SleepTag
 from d9d.core.protocol import LRSchedulerProtocol, OptimizerProtocol
 from d9d.core.types import MicrobatchPack
 from d9d.loop.component import (
@@ -140,6 +141,26 @@ class Trainer:
                 f"The data ended after step {schedule.current_step} of {schedule.total_steps}. Lower "
                 f"schedule.total_steps, or let the data provider repeat its data."
             ) from None
+
+    def sleep(self, tags: Iterable[SleepTag] = DEFAULT_SLEEP_TAGS) -> None:
+        """Give up device memory between steps. Not available yet.
+
+        Raises:
+            NotImplementedError: Always.
+        """
+        raise NotImplementedError("Trainer.sleep and Trainer.wake arrive with a later release.")
+
+    def wake(self, tags: Iterable[SleepTag] = DEFAULT_SLEEP_TAGS) -> None:
+        """Take back what `sleep` gave up. Not available yet.
+
+        Raises:
+            NotImplementedError: Always.
+        """
+        raise NotImplementedError("Trainer.sleep and Trainer.wake arrive with a later release.")
+
+    def is_sleeping(self, tag: SleepTag) -> bool:
+        """Tell whether something is given up, which it never is yet."""
+        return False
 
     def export(self, export_to: Path, load_checkpoint: bool) -> None:
         """Write the weights as a model state. Not available yet.

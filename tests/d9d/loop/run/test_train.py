@@ -53,7 +53,7 @@ def test_four_ranks_equal_plain_pytorch(tmp_path, dtype, tolerance):
     check_parity(tmp_path, dtype, tolerance)
 
 
-class CutShort(Exception):
+class StepCutShortError(Exception):
     """Ends a job in the middle of a step."""
 
 
@@ -99,10 +99,10 @@ def test_resume_continues_bit_for_bit(tmp_path, mesh):
 
     def cut(context) -> None:
         if context.schedule.current_step == 9:
-            raise CutShort
+            raise StepCutShortError
 
     first.trainer._state.event_bus.subscribe(EVENT_TRAIN_OPTIMIZER_STEP_PRE, cut)
-    with pytest.raises(CutShort):
+    with pytest.raises(StepCutShortError):
         first.trainer.train()
     second = build_job(mesh, tmp_path / "resumed", total_steps=12, dropout=0.5, overrides=options)
     second.trainer.train()
