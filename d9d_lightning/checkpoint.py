@@ -1,6 +1,6 @@
 """Lightning checkpoints that do not depend on the mesh: plain files with full tensors."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -32,6 +32,15 @@ def gather_checkpoint(checkpoint: Checkpoint, *, keep: bool) -> Checkpoint:
 def _full_on_host(tensor: DTensor, *, keep: bool) -> torch.Tensor | None:
     full = tensor.full_tensor() if is_sharded(tensor) else local_tensor(tensor)
     return full.detach().cpu() if keep else None
+
+
+def error_of(save: Callable[[], None]) -> Exception | None:
+    """Run what one rank does for all, and return the error that it must tell the others about instead of raising it."""
+    try:
+        save()
+    except Exception as error:  # noqa: BLE001  # the caller raises it on all ranks
+        return error
+    return None
 
 
 def shard_model_state(state_dict: Mapping[str, torch.Tensor], module: nn.Module) -> dict[str, torch.Tensor]:

@@ -1,4 +1,6 @@
 """Keep what FSDP has gathered fresh and present while the code of a step runs."""
+# FSDP offers no public way to put its backward hook on a loss (torch 2.13)
+# pyright: reportPrivateUsage=false
 
 from collections.abc import Sequence
 
@@ -7,6 +9,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
+
+from d9d_lightning.parallelize import outermost_with_forward
 
 
 class FsdpSteps:
@@ -20,8 +24,8 @@ class FsdpSteps:
     [Note: manual optimization under FSDP]
     FSDP finishes a backward pass from a hook on what ``forward`` returned, and frees the parameters then. In manual
     optimization the backward pass runs inside ``training_step``, its loss need not come from ``forward``, and the step
-    goes on with layers that belong to the root. So the hook is put on the loss, and the root is gathered again when
-    the backward pass, and when an optimizer, is through.
+    goes on with layers that belong to the root. So the hook is put on the loss, and the root is gathered again when an
+    optimizer is through, or when the next layer is called. In between, hooks see the shards and their gradients.
     """
 
     def __init__(self, module: nn.Module, optimizers: Sequence[Optimizer], *, is_manual: bool) -> None:
@@ -38,6 +42,10 @@ class FsdpSteps:
         self._handles: list[RemovableHandle] = []
         if self._units:
             self._handles = [optimizer.register_step_post_hook(self._after_optimizer) for optimizer in optimizers]
+        if self._root is not None:
+            self._handles += [
+                child.register_forward_pre_hook(self._before_layer) for child in outermost_with_forward(module)
+            ]
 
     def enter_step(self) -> None:
         """Note that ``training_step`` begins."""
@@ -54,10 +62,10 @@ class FsdpSteps:
         if self._root is not None and self._is_inside_step:
             self._root._get_fsdp_state()._register_pre_backward_hook(loss)
 
-    def after_backward(self) -> None:
-        """Gather the root again if the step goes on."""
-        if self._root is not None and self._is_inside_step:
-            self._root.unshard()
+    def before_optimizer(self) -> None:
+        """Let the hooks before an optimizer step see the shards, also if a forward pass came in between."""
+        if self._root is not None:
+            self._root.reshard()
 
     def free(self) -> None:
         """Let ``parameters()`` show the shards again. See also [Note: stale parameters]."""
@@ -70,6 +78,13 @@ class FsdpSteps:
             handle.remove()
         self._handles = []
 
+    def _before_layer(self, module: nn.Module, args: tuple[object, ...]) -> None:
+        self._gather_root()
+
     def _after_optimizer(self, optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         self.free()
-        self.after_backward()
+        self._gather_root()
+
+    def _gather_root(self) -> None:
+        if self._root is not None and self._is_inside_step:
+            self._root.unshard()

@@ -1,4 +1,6 @@
 """The Lightning side of gradient sync: which backward passes sum, what hooks see, and what zeroing means."""
+# torch._foreach_* have no public names
+# pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
 
 import contextlib
 import math
@@ -219,7 +221,9 @@ def _parameters_by_optimizer(module: nn.Module, optimizers: Sequence[Optimizer])
     """Return the parameters of each optimizer, and those of none; a shared one belongs to the first that has it."""
     seen: set[nn.Parameter] = set()
     lists: list[list[nn.Parameter]] = []
-    held = [[parameter for group in optimizer.param_groups for parameter in group["params"]] for optimizer in optimizers]
+    held = [
+        [parameter for group in optimizer.param_groups for parameter in group["params"]] for optimizer in optimizers
+    ]
     for parameters in [*held, list(module.parameters())]:
         lists.append([parameter for parameter in parameters if parameter not in seen])
         seen.update(parameters)

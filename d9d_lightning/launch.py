@@ -1,4 +1,6 @@
 """Which processes a job runs on: how they start, whether they fit the mesh, and how they find each other."""
+# Lightning's launchers are its own, and the only ones its trainer knows
+# pyright: reportPrivateUsage=false
 
 import logging
 import os
@@ -9,10 +11,10 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.strategies.launchers.subprocess_script import _launch_process_observer
 from lightning.fabric.utilities.imports import _IS_INTERACTIVE
 from lightning.pytorch import Trainer
-from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from typing_extensions import override

@@ -1,5 +1,8 @@
 """Distribute an unchanged LightningModule over the data-parallel ranks."""
+# how modules and FSDP hold their parameters
+# pyright: reportPrivateUsage=false
 
+import dataclasses
 import difflib
 import fnmatch
 import weakref
@@ -12,7 +15,7 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
-from torch.distributed import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
@@ -23,78 +26,85 @@ from d9d.module.parallelism.api import parallelize_hsdp, parallelize_replicate
 from d9d.module.parallelism.units import repeated_blocks, wrap_by_size
 
 Placement = Literal["replicate", "shard", "hsdp"]
-ParallelizeFunction = Callable[[nn.Module, DistributedContext], None]
-Plan = ParallelizeFunction | Mapping[str, Placement] | None
+Parallelize = Callable[[nn.Module, DistributedContext], None] | Mapping[str, Placement] | None
 """How to distribute a module: a function, placements by name pattern, or None for the default."""
 
 _SHARD_DIM = "dp_cp_shard"
 _DATA_DIMS = ("dp_replicate", _SHARD_DIM, "cp_replicate")
 _STEP_METHODS = ("training_step", "validation_step", "test_step", "predict_step")
 
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelPlan:
+    """How to distribute a module, as the user has said it."""
+
+    parallelize: Parallelize
+    """See `Parallelize`."""
+    min_unit_params: int
+    """Smallest FSDP unit of the default plan where no block repeats, in parameters."""
+    fsdp_kwargs: Mapping[str, Any]  # torch's own arguments, passed through
+    """``mp_policy`` and ``reshard_after_forward`` of ``fully_shard``."""
+
+
 _DISTRIBUTED: weakref.WeakKeyDictionary[nn.Module, DistributedContext] = weakref.WeakKeyDictionary()
 """Modules that have been distributed, and over what. A second Trainer run must leave them as they are."""
 
 
-def is_parallelized(module: nn.Module) -> bool:
-    """Tell whether a module was distributed in an earlier run."""
-    return module in _DISTRIBUTED
+def is_parallelized(module: nn.Module, context: DistributedContext | None) -> bool:
+    """Tell whether a module was distributed in an earlier run.
+
+    Args:
+        module: The LightningModule.
+        context: Ranks of this run; None on one process.
+
+    Raises:
+        RuntimeError: If it was distributed over another mesh.
+    """
+    known = _DISTRIBUTED.get(module)
+    if known is not None and known is not context:
+        target = "one process" if context is None else f"this one ({_describe(context)})"
+        raise RuntimeError(
+            f"this {type(module).__name__} was distributed over another mesh ({_describe(known)}) by an earlier "
+            f"Trainer, and cannot move to {target}. Save a checkpoint there, and load it into a new instance."
+        )
+    return known is not None
 
 
-def parallelize_module(
-    module: LightningModule,
-    context: DistributedContext,
-    plan: Plan,
-    min_unit_params: int,
-    fsdp_kwargs: Mapping[str, Any],  # torch's own arguments, passed through
-) -> None:
+def parallelize_module(module: LightningModule, context: DistributedContext, plan: ParallelPlan) -> None:
     """Distribute a LightningModule by a plan, in place, and replicate what the plan leaves.
-
-    A module that was distributed in an earlier run stays as it is.
 
     Args:
         module: On its device with the same values on all ranks, or on the meta device.
         context: Ranks of the job.
-        plan: See `Plan`.
-        min_unit_params: Smallest FSDP unit of the default plan where no block repeats, in parameters.
-        fsdp_kwargs: ``mp_policy`` and ``reshard_after_forward`` of ``fully_shard``.
+        plan: What goes where.
 
     Raises:
-        RuntimeError: If the module was distributed over another mesh.
         ValueError: If a pattern matches no submodule, or a placement is unknown.
     """
-    known = _DISTRIBUTED.get(module)
-    if known is not None:
-        if known is not context:
-            raise RuntimeError(
-                f"this {type(module).__name__} was distributed over another mesh ({_describe(known)}) by an earlier "
-                f"Trainer, and cannot move to this one ({_describe(context)}). Save a checkpoint there, and load it "
-                f"into a new instance."
-            )
-        return
     mesh = context.mesh_for(DENSE_DOMAIN)[_DATA_DIMS]
-    if plan is None:
-        _apply_default(module, mesh, min_unit_params, fsdp_kwargs)
-    elif isinstance(plan, Mapping):
-        _apply_patterns(module, mesh, plan, fsdp_kwargs)
+    if plan.parallelize is None:
+        _apply_default(module, mesh, plan)
+    elif isinstance(plan.parallelize, Mapping):
+        _apply_patterns(module, mesh, plan.parallelize, plan.fsdp_kwargs)
     else:
-        plan(module, context)
+        plan.parallelize(module, context)
     if isinstance(module, FSDPModule):
         _register_steps(module)
     _keep_class_names(module)
     parallelize_replicate(module, mesh)
-    FlagFollower.install(module, module)
+    FlagFollower.install(module)
     _DISTRIBUTED[module] = context
 
 
-def _apply_default(module: nn.Module, mesh: DeviceMesh, min_unit_params: int, fsdp_kwargs: Mapping[str, Any]) -> None:
+def _apply_default(module: nn.Module, mesh: DeviceMesh, plan: ParallelPlan) -> None:
     """Shard each repeated block, or each part of some size, and what is left as the root."""
     if mesh.size(_DATA_DIMS.index(_SHARD_DIM)) == 1:
         return
-    units = repeated_blocks(module) or wrap_by_size(module, min_unit_params)
+    units = repeated_blocks(module) or wrap_by_size(module, plan.min_unit_params)
     for unit in _without_shared_parameters(module, units):
         if any(True for _ in unit.parameters()):
-            parallelize_hsdp(unit, mesh, _SHARD_DIM, **fsdp_kwargs)
-    _shard_root(module, mesh, fsdp_kwargs)
+            parallelize_hsdp(unit, mesh, _SHARD_DIM, **plan.fsdp_kwargs)
+    _shard_root(module, mesh, plan.fsdp_kwargs)
 
 
 def _shard_root(module: nn.Module, mesh: DeviceMesh, fsdp_kwargs: Mapping[str, Any]) -> None:
@@ -126,7 +136,7 @@ def _apply_patterns(
 ) -> None:
     """Distribute the submodules that patterns name, inner ones first; the first pattern that matches a name counts."""
     names = dict(module.named_modules())
-    matches = {pattern: fnmatch.filter(names, pattern) for pattern in plan}
+    matches = {pattern: [name for name in names if _matches(name, pattern)] for pattern in plan}
     _check_patterns(plan, matches, list(names))
     chosen: dict[str, Placement] = {}
     for pattern, matched in matches.items():
@@ -143,6 +153,12 @@ def _apply_patterns(
         parallelize_replicate(module, mesh)
         if "" not in chosen:
             _shard_root(module, mesh, fsdp_kwargs)
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """Match a dotted name part by part, so that ``blocks.*`` is each block, but nothing inside of it."""
+    parts, patterns = name.split("."), pattern.split(".")
+    return len(parts) == len(patterns) and all(map(fnmatch.fnmatchcase, parts, patterns))
 
 
 def _check_patterns(plan: Mapping[str, Placement], matches: Mapping[str, list[str]], names: list[str]) -> None:
@@ -199,12 +215,9 @@ class FlagFollower:
         ]
 
     @classmethod
-    def install(cls, module: nn.Module, root: nn.Module) -> None:
-        """Hook into the outermost submodules that have a forward pass. What is called below them follows then."""
-        for child in module.children():
-            if isinstance(child, nn.ModuleList | nn.ModuleDict):
-                cls.install(child, root)
-                continue
+    def install(cls, root: nn.Module) -> None:
+        """Hook into the outermost submodules of a root. What is called below them follows then."""
+        for child in outermost_with_forward(root):
             follower = cls(child, root)
             if follower._leaves or follower._gathered:
                 child.register_forward_pre_hook(follower)
@@ -223,6 +236,15 @@ class FlagFollower:
             gathered = vars(fsdp_parameter).get("_unsharded_param")
             if gathered is not None and gathered.requires_grad is not fsdp_parameter.sharded_param.requires_grad:
                 gathered.requires_grad_(fsdp_parameter.sharded_param.requires_grad)
+
+
+def outermost_with_forward(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the children of a module, and those of its containers that have no forward pass."""
+    for child in module.children():
+        if isinstance(child, nn.ModuleList | nn.ModuleDict):
+            yield from outermost_with_forward(child)
+        else:
+            yield child
 
 
 def _fsdp_parameters(module: FSDPModule) -> Iterator[FSDPParam]:

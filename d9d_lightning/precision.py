@@ -1,4 +1,6 @@
 """Clipping over the mesh, put into whichever precision plugin Lightning has chosen."""
+# torch._foreach_* have no public names
+# pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
 
 from collections.abc import Callable
 

@@ -1,38 +1,38 @@
 """D9DStrategy: a Lightning Trainer on the d9d engine."""
+# Lightning shares these with its own strategies only
+# pyright: reportPrivateUsage=false
 
-import os
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.data import _auto_add_worker_init_fn
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
-from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
+from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.optim import Optimizer
-from torchmetrics import Metric
 from typing_extensions import override
 
 from d9d.core.dist_context import DeviceMeshParameters, DistributedContext
-from d9d.internals.materialize import materialize_module
 from d9d.optim.local_shards import localize_optimizer
-from d9d_lightning.checkpoint import gather_checkpoint, shard_model_state, shard_optimizer_state
+from d9d_lightning.checkpoint import error_of, gather_checkpoint, shard_model_state, shard_optimizer_state
 from d9d_lightning.collectives import all_gather_stacked, reduce_over
 from d9d_lightning.fsdp_steps import FsdpSteps
 from d9d_lightning.gradients import DataParallelGradients
 from d9d_lightning.launch import build_launcher, check_degrees, check_processes, join_job, leave_job
 from d9d_lightning.metrics import install_metric_sync
-from d9d_lightning.parallelize import FlagFollower, Plan, broadcast_values, is_parallelized, parallelize_module
+from d9d_lightning.module_setup import is_on_meta, model_buffers, set_up_module
+from d9d_lightning.parallelize import FlagFollower, Parallelize, ParallelPlan, broadcast_values, is_parallelized
 from d9d_lightning.precision import install_mesh_clipping
 
 T = TypeVar("T")
@@ -50,7 +50,7 @@ class D9DStrategy(ParallelStrategy):
     def __init__(
         self,
         mesh: DeviceMeshParameters | Mapping[str, int] | Literal["auto"] | None = None,
-        parallelize: Plan = None,
+        parallelize: Parallelize = None,
         *,
         bucket_size_mb: int = 32,
         min_unit_params: int = 1_000_000,
@@ -63,8 +63,8 @@ class D9DStrategy(ParallelStrategy):
         Args:
             mesh: Parallelism degrees. None and "auto": as many replicas as the Trainer has processes.
             parallelize: How to distribute the module. A function of (module, context) that does it; or a mapping of
-                name patterns (as of `fnmatch`, over the names of submodules) to "replicate" or "shard" ("hsdp" is
-                another word for it), where the first match counts. None: each repeated block, or else each submodule
+                name patterns (as of `fnmatch` for each part of a dotted submodule name, so that "blocks.*" is each block) to
+                "replicate" or "shard" ("hsdp" is another word for it), where the first match counts. None: each repeated block, or else each submodule
                 of `min_unit_params`, is an FSDP unit. What is left is replicated, or sharded if anything is.
             bucket_size_mb: Size of the gradient buckets of replicated parameters in MiB. Smaller ones overlap more of
                 the sums with the backward pass, larger ones cost less per byte.
@@ -86,12 +86,12 @@ class D9DStrategy(ParallelStrategy):
         else:
             self._mesh = DeviceMeshParameters.model_validate(dict(mesh) if isinstance(mesh, Mapping) else mesh)
             check_degrees(self._mesh)
-        self._plan = parallelize
         self._bucket_size_mb = bucket_size_mb
-        self._min_unit_params = min_unit_params
-        self._fsdp_kwargs: dict[str, Any] = {"reshard_after_forward": reshard_after_forward}
+        fsdp_kwargs: dict[str, Any] = {"reshard_after_forward": reshard_after_forward}
         if mp_policy is not None:
-            self._fsdp_kwargs["mp_policy"] = mp_policy
+            fsdp_kwargs["mp_policy"] = mp_policy
+        self._plan = ParallelPlan(parallelize=parallelize, min_unit_params=min_unit_params, fsdp_kwargs=fsdp_kwargs)
+        self._stays_gathered = reshard_after_forward is None
         self._timeout_s = timeout_s
         self._num_nodes = 1
         self._context: DistributedContext | None = None
@@ -102,8 +102,6 @@ class D9DStrategy(ParallelStrategy):
         self._buffers_differ = False
         self.last_grad_norm: torch.Tensor | None = None
         """Norm over all gradients before the last clipping by norm, a scalar on the device; None before the first."""
-
-    # ---- what the job is -------------------------------------------------------------------------------------------
 
     @property
     def mesh(self) -> DeviceMeshParameters:
@@ -160,8 +158,6 @@ class D9DStrategy(ParallelStrategy):
         # Data parallelism is all there is, so far. Arithmetic, as Lightning asks before any group exists.
         return self.global_rank
 
-    # ---- start and end ---------------------------------------------------------------------------------------------
-
     @override
     def _configure_launcher(self) -> None:
         environment = self.cluster_environment
@@ -178,7 +174,7 @@ class D9DStrategy(ParallelStrategy):
             num_devices = len(self.parallel_devices or ())
             environment.set_global_rank(environment.node_rank() * num_devices + environment.local_rank())
             environment.set_world_size(num_devices * self._num_nodes)
-        fabric_rank_zero_only.rank = rank_zero_only.rank = self.global_rank
+        rank_zero_only.rank = self.global_rank  # pyright: ignore[reportFunctionMemberAccess]  # Lightning's own way
 
     @override
     def setup_environment(self) -> None:
@@ -205,35 +201,25 @@ class D9DStrategy(ParallelStrategy):
         if self.accelerator is None:
             raise RuntimeError("the strategy is not connected to a Trainer")
         self.accelerator.setup(trainer)
-        if not is_parallelized(module):
-            self._setup_module(module, is_fitting=trainer.state.fn == TrainerFn.FITTING)
-        for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop, trainer.fit_loop.epoch_loop.val_loop):
+        is_fitting = trainer.state.fn == TrainerFn.FITTING
+        if not is_parallelized(module, self._context):
+            layer_sync = self._layer_sync if is_fitting else None
+            set_up_module(module, self._context, self.root_device, self._plan, self.precision_plugin, layer_sync)
+        for loop in (
+            trainer.validate_loop,
+            trainer.test_loop,
+            trainer.predict_loop,
+            trainer.fit_loop.epoch_loop.val_loop,
+        ):
             # Parameters that FSDP gathers under inference mode could not be trained afterwards.
             loop.inference_mode = loop.inference_mode and self._context is None
         if self._context is not None:
             install_metric_sync(module)
-        if trainer.state.fn == TrainerFn.FITTING:
+        if is_fitting:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
-        if trainer.state.fn == TrainerFn.FITTING:
+        if is_fitting:
             self._setup_training(module)
-
-    def _setup_module(self, module: LightningModule, *, is_fitting: bool) -> None:
-        if is_fitting and self._layer_sync is not None and self._context is not None:
-            self._layer_sync.apply(module)
-        self.precision_plugin.convert_module(module)
-        is_meta = _is_meta(module)
-        if not is_meta:
-            self.model_to_device()
-        if self._context is not None:
-            group = self._context.data_group
-            if group is not None:
-                broadcast_values([*module.parameters(), *module.buffers()], group)
-            parallelize_module(module, self._context, self._plan, self._min_unit_params, self._fsdp_kwargs)
-        if is_meta:
-            seed = int(os.environ.get("PL_GLOBAL_SEED", "0"))
-            group = None if self._context is None else self._context.data_group
-            materialize_module(module, self.root_device, seed, group=group)
 
     def _setup_training(self, module: LightningModule) -> None:
         _optimizers_to_device(self.optimizers, self.root_device)
@@ -249,7 +235,7 @@ class D9DStrategy(ParallelStrategy):
             dp_size=self._context.dp_size,
             bucket_size_mb=self._bucket_size_mb,
             device=self.root_device,
-            stays_gathered=self._fsdp_kwargs["reshard_after_forward"] is None,
+            stays_gathered=self._stays_gathered,
         )
 
     @property
@@ -279,8 +265,6 @@ class D9DStrategy(ParallelStrategy):
             self.accelerator.teardown()
         self.checkpoint_io.teardown()
 
-    # ---- the step --------------------------------------------------------------------------------------------------
-
     @property
     @override
     def precision_plugin(self) -> Precision:
@@ -308,7 +292,9 @@ class D9DStrategy(ParallelStrategy):
             self._fsdp.leave_step()
 
     @override
-    def backward(self, closure_loss: torch.Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def backward(
+        self, closure_loss: torch.Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
         module = self._connected_module
         loss = self.precision_plugin.pre_backward(closure_loss, module)
         if self._gradients is None or self._fsdp is None:
@@ -319,8 +305,19 @@ class D9DStrategy(ParallelStrategy):
         self.precision_plugin.backward(loss, module, optimizer, *args, **kwargs)
         # Before on_after_backward, which post_backward calls: hooks see the mean over all ranks.
         self._gradients.after_backward()
-        self._fsdp.after_backward()
         return self.precision_plugin.post_backward(loss, module)
+
+    @override
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: LightningModule | nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        if self._fsdp is not None:
+            self._fsdp.before_optimizer()
+        return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     @contextmanager
     @override
@@ -343,48 +340,26 @@ class D9DStrategy(ParallelStrategy):
 
     @override
     def on_validation_start(self) -> None:
-        self._enter_evaluation()
-
-    @override
-    def on_test_start(self) -> None:
-        self._enter_evaluation()
-
-    @override
-    def on_predict_start(self) -> None:
-        self._enter_evaluation()
+        """Use the buffers of rank 0 everywhere, as DDP does: running statistics have seen different data."""
+        self._sync_new_metrics()
+        if self._context is not None and self._buffers_differ and self._context.data_group is not None:
+            self._buffers_differ = False
+            broadcast_values(model_buffers(self._connected_module), self._context.data_group)
 
     @override
     def on_validation_end(self) -> None:
-        self._free_gathered()
-
-    @override
-    def on_test_end(self) -> None:
-        self._free_gathered()
-
-    @override
-    def on_predict_end(self) -> None:
-        self._free_gathered()
-
-    def _enter_evaluation(self) -> None:
-        """Use the buffers of rank 0 everywhere, as DDP does: running statistics have seen different data."""
-        self._sync_new_metrics()
-        if self._context is None or not self._buffers_differ or self._context.data_group is None:
-            return
-        self._buffers_differ = False
-        broadcast_values(_model_buffers(self._connected_module), self._context.data_group)
-
-    def _sync_new_metrics(self) -> None:
-        if self._context is not None:
-            install_metric_sync(self._connected_module)
-
-    def _free_gathered(self) -> None:
         """Let ``parameters()`` show the shards again: without a backward pass FSDP leaves some gathered."""
         if self._context is not None:
             for child in self._connected_module.modules():
                 if isinstance(child, FSDPModule):
                     child.reshard()
 
-    # ---- collectives -----------------------------------------------------------------------------------------------
+    on_test_start = on_predict_start = on_validation_start
+    on_test_end = on_predict_end = on_validation_end
+
+    def _sync_new_metrics(self) -> None:
+        if self._context is not None:
+            install_metric_sync(self._connected_module)
 
     @override
     def barrier(self, name: str | None = None) -> None:
@@ -417,7 +392,7 @@ class D9DStrategy(ParallelStrategy):
         return reduce_over(tensor, group, "mean" if reduce_op is None else reduce_op)
 
     @override
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002  # Lightning's name
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # Lightning's name
         if self._context is None:
             return decision
         flag = torch.tensor(int(decision), device=self.root_device)
@@ -433,14 +408,12 @@ class D9DStrategy(ParallelStrategy):
             return tensor
         return all_gather_stacked(tensor, group, has_gradient=sync_grads)
 
-    # ---- checkpoints -----------------------------------------------------------------------------------------------
-
     @property
     @override
     def restore_checkpoint_after_setup(self) -> bool:
         # Before, where possible: plain tensors load as ever, and Lightning forgets `weights_only` otherwise.
         if self._restores_after_setup is None:
-            self._restores_after_setup = _is_meta(self._connected_module)
+            self._restores_after_setup = is_on_meta(self._connected_module)
         return self._restores_after_setup
 
     @override
@@ -458,12 +431,8 @@ class D9DStrategy(ParallelStrategy):
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         full = gather_checkpoint(checkpoint, keep=self.is_global_zero)
-        failure: Exception | None = None
-        if self.is_global_zero:
-            try:
-                self.checkpoint_io.save_checkpoint(full, filepath, storage_options=storage_options)
-            except Exception as error:  # noqa: BLE001  # raised below, once the others know
-                failure = error
+        save = partial(self.checkpoint_io.save_checkpoint, full, filepath, storage_options=storage_options)
+        failure = error_of(save) if self.is_global_zero else None
         reason = self.broadcast(None if failure is None else f"{type(failure).__name__}: {failure}")
         if reason is not None:
             raise RuntimeError(f"rank 0 could not write the checkpoint {filepath}: {reason}") from failure
@@ -480,24 +449,12 @@ class D9DStrategy(ParallelStrategy):
         _optimizers_to_device(self.optimizers, self.root_device)
 
 
-def _is_meta(module: nn.Module) -> bool:
-    return any(parameter.is_meta for parameter in module.parameters())
-
-
-def _model_buffers(module: nn.Module) -> list[torch.Tensor]:
-    """Return the buffers of a module, without those of its metrics, which are gathered in their own way."""
-    return [
-        buffer
-        for child in module.modules()
-        if not isinstance(child, Metric)
-        for buffer in child.buffers(recurse=False)
-    ]
-
-
 def register_strategy() -> None:
     """Make ``Trainer(strategy="d9d")`` known to Lightning."""
     if D9DStrategy.strategy_name not in StrategyRegistry.available_strategies():
-        StrategyRegistry.register(D9DStrategy.strategy_name, D9DStrategy, description="d9d, replicated over all devices")
+        StrategyRegistry.register(
+            D9DStrategy.strategy_name, D9DStrategy, description="d9d, replicated over all devices"
+        )
 
 
 register_strategy()

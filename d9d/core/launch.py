@@ -3,6 +3,7 @@
 import atexit
 import dataclasses
 import os
+import time
 from datetime import timedelta
 from typing import Self
 
@@ -10,6 +11,9 @@ import torch.distributed as dist
 
 _INIT_TIMEOUT = timedelta(seconds=1800)
 """Limit for joining; the loop replaces it by its own init and step timeouts once the context exists."""
+
+_GLOO_DRAIN_S = 0.05
+"""Time for gloo's threads to free a few tensors; they need some microseconds of it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,13 +71,16 @@ class LaunchEnvironment:
                 f"Start the job with torchrun --nproc-per-node {self.world_size}."
             )
         dist.init_process_group(backend, timeout=_INIT_TIMEOUT)
-        # Gloo's threads abort the process now and then when the interpreter tears the group down by itself.
-        atexit.register(_destroy_process_group)
+        atexit.register(_leave_process_group)
 
 
-def _destroy_process_group() -> None:
+def _leave_process_group() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
+    # Gloo's threads take the GIL to free the tensors of their last collective. A thread that still waits for it when
+    # the interpreter finalizes aborts the process ("terminate called without an active exception"). The group object
+    # may outlive this function, and its threads with it, so let go of the GIL until they are through. (torch 2.13)
+    time.sleep(_GLOO_DRAIN_S)
 
 
 def _integer(name: str, default: int, minimum: int, problems: list[str]) -> int:

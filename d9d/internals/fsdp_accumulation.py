@@ -43,3 +43,19 @@ class FsdpAccumulation:
         for unit in self._units:
             unit.set_requires_gradient_sync(is_last, recurse=False)
             unit.set_reshard_after_backward(is_last, recurse=False)
+
+    def abandon_pack(self) -> None:
+        """Drop the gradients that backward passes without a sum have left in the units, after an interruption.
+
+        Returns at once after a complete pack. FSDP offers nothing for this; its `reset_iter_state` keeps them (2.13).
+        """
+        if self._is_last:
+            return
+        self.before_backward(is_last=True)
+        for unit in self._units:
+            group = unit._get_fsdp_state()._fsdp_param_group
+            for parameter in group.fsdp_params if group is not None else []:
+                parameter.unsharded_accumulated_grad = None
+                if hasattr(parameter, "_unsharded_param"):  # made by the first gather
+                    parameter._unsharded_param.grad = None
+            unit.reshard()

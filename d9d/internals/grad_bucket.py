@@ -1,5 +1,7 @@
 """One flat piece of memory that holds the gradients of several parameters, so that one collective sums them all."""
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -46,6 +48,7 @@ class GradientBucket:
         self._counts = [0] * len(parameters)
         self._used = [False] * len(parameters)
         self._num_pending = 0
+        self._required = 0
         self._works: list[dist.Work] | None = None
         self._attach()
 
@@ -95,41 +98,56 @@ class GradientBucket:
             leaf.grad = None
             parameter.grad = None
 
-    def start_pack(self) -> None:
-        """Count gradients anew; what has been accumulated stays."""
-        self._counts = [0] * len(self._parameters)
+    def start_pack(self, required: int) -> None:
+        """Count gradients anew; what has been accumulated stays.
+
+        Args:
+            required: Number of gradients per parameter until the bucket is complete, 0 while nothing is to be summed.
+        """
+        self._required = required
+        self._counts[:] = [0] * len(self._parameters)
         self._num_pending = len(self._parameters)
         self._works = None
 
-    def count(self, index: int, required: int) -> None:
-        """Note that autograd has accumulated a gradient.
+    def build_hook(self, index: int, on_complete: Callable[[], None]) -> Callable[[torch.Tensor], None]:
+        """Return what autograd calls each time it has accumulated a gradient of one parameter.
 
         Args:
             index: Position of the parameter in the bucket.
-            required: Number of gradients per parameter in this pack, 0 while nothing is to be summed.
+            on_complete: Called when the last gradient of the pack is there.
+        """
+        leaf, gradient, used = self._leaves[index], self._gradients[index], self._used
+
+        def on_gradient(_: torch.Tensor) -> None:
+            # This runs once per parameter and backward pass: keep it short.
+            if leaf.grad is not gradient:
+                self._adopt(index)
+            used[index] = True
+            if self._required and self._count(index):
+                on_complete()
+
+        return on_gradient
+
+    def _count(self, index: int) -> bool:
+        """Count a gradient, and return whether it was the last one of the pack.
 
         Raises:
             RuntimeError: If the sum of the pack is on its way already.
         """
-        self._adopt(index)
-        self._used[index] = True
         self._counts[index] += 1
-        if not required:
-            return
         if self.was_launched:
             raise RuntimeError(
                 f"a parameter of shape {tuple(self._parameters[index].shape)} got gradient {self._counts[index]} of "
-                f"{required} after its bucket was sent. This happens when a layer is used several times under "
+                f"{self._required} after its bucket was sent. This happens when a layer is used several times under "
                 f"reentrant activation checkpointing: pass use_reentrant=False to torch.utils.checkpoint."
             )
-        if self._counts[index] == required:
+        if self._counts[index] == self._required:
             self._num_pending -= 1
+        return self._num_pending == 0
 
     def _adopt(self, index: int) -> None:
         """Move a gradient into the bucket that autograd or the user put elsewhere (``create_graph``, ``grad=None``)."""
         leaf = self._leaves[index]
-        if leaf.grad is self._gradients[index]:
-            return
         view = self._views[index]
         if leaf.grad is None:
             view.zero_()
@@ -143,7 +161,8 @@ class GradientBucket:
         self._was_used.fill_(1)
         for index, used in enumerate(self._used):
             if not used:
-                self._adopt(index)
+                if self._leaves[index].grad is not self._gradients[index]:
+                    self._adopt(index)
                 self._was_used[index] = 0
         # Further groups would have to wait for the first; they start when it has been waited for.
         self._works = [_start_sum(self._buffer, self._groups[0])]
@@ -162,13 +181,14 @@ class GradientBucket:
                 self._parameters[index].grad = None
 
     def zero(self) -> None:
-        """Clear the gradients."""
+        """Clear the gradients, and start the next pack like the last one."""
         self._buffer.zero_()
         for index, (leaf, parameter) in enumerate(zip(self._leaves, self._parameters, strict=True)):
             # Detached as unused, or by an optimizer that set gradients to None.
             if leaf.grad is not self._gradients[index] or parameter.grad is not self._parameter_gradients[index]:
                 self._attach_one(index)
-        self._used = [False] * len(self._parameters)
+        self._used[:] = [False] * len(self._parameters)
+        self.start_pack(self._required)
 
 
 def gradient_dtype(parameter: torch.Tensor) -> torch.dtype:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import DeviceMesh
 
+from d9d.core.device import accumulator_dtype
 from d9d.core.placement import groups_where, local_tensor
 
 
@@ -84,22 +85,22 @@ def clip_grad_norm_distributed_(
     Args:
         parameter_groups: What to clip, grouped once by `group_parameters_for_norm`.
         max_norm: Limit; gradients are multiplied by ``min(1, max_norm / (norm + 1e-6))``. None measures only.
-        norm_type: The p of the p-norm; ``inf`` for the largest absolute value.
+        norm_type: The p of the p-norm; ``inf`` for the largest absolute value, where a NaN counts as infinite.
         pp_mesh: One-dimensional mesh of pipeline ranks, whose stages count together.
 
     Returns:
         The norm before clipping, a scalar on the device of the gradients.
     """
     gradients = [group.local_gradients() for group in parameter_groups.groups]
-    return clip_local_gradients_(gradients, max_norm, norm_type, None if pp_mesh is None else pp_mesh.get_group())
+    return clip_local_gradients_(gradients, max_norm, norm_type, pp_mesh)
 
 
 @torch.no_grad()
 def clip_local_gradients_(
-    gradients: list[LocalGradients], max_norm: float | None, norm_type: float, pp_group: dist.ProcessGroup | None
+    gradients: list[LocalGradients], max_norm: float | None, norm_type: float, pp_mesh: DeviceMesh | None
 ) -> torch.Tensor:
     """Do what `clip_grad_norm_distributed_` does, on local tensors."""
-    norm = _total_norm(gradients, norm_type, pp_group)
+    norm = _total_norm(gradients, norm_type, pp_mesh)
     if max_norm is not None:
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         for part in gradients:
@@ -108,7 +109,7 @@ def clip_local_gradients_(
     return norm
 
 
-def _total_norm(gradients: list[LocalGradients], norm_type: float, pp_group: dist.ProcessGroup | None) -> torch.Tensor:
+def _total_norm(gradients: list[LocalGradients], norm_type: float, pp_mesh: DeviceMesh | None) -> torch.Tensor:
     """Combine powers of norms: sums for a finite p, maxima for the infinity norm."""
     is_max = math.isinf(norm_type)
     operation = dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM
@@ -118,10 +119,13 @@ def _total_norm(gradients: list[LocalGradients], norm_type: float, pp_group: dis
         for group in part.shard_groups:
             dist.all_reduce(power, op=operation, group=group)
         parts.append(power)
-    stacked = torch.stack(parts) if parts else torch.zeros(1)
+    device = torch.device("cpu" if pp_mesh is None else pp_mesh.device_type)
+    stacked = torch.stack(parts) if parts else torch.zeros(1, device=device)
     total = stacked.amax() if is_max else stacked.sum()
-    if pp_group is not None:
-        dist.all_reduce(total, op=operation, group=pp_group)
+    if pp_mesh is not None:
+        # Stages may differ in dtype, or have nothing to train.
+        total = total.to(accumulator_dtype(total.device))
+        dist.all_reduce(total, op=operation, group=pp_mesh.get_group())
     return total if is_max else total.pow(1.0 / norm_type)
 
 
@@ -131,4 +135,7 @@ def _local_power(part: LocalGradients, norm_type: float) -> torch.Tensor:
     if not filled:
         return torch.zeros((), device=part.device, dtype=part.dtype)
     norms = torch.stack(list(torch._foreach_norm(filled, norm_type, dtype=part.dtype)))
-    return norms.amax() if math.isinf(norm_type) else norms.pow(norm_type).sum()
+    if math.isinf(norm_type):
+        # A maximum over ranks may lose a NaN.
+        return norms.amax().nan_to_num(nan=math.inf, posinf=math.inf)
+    return norms.pow(norm_type).sum()

@@ -1,7 +1,6 @@
 """Sum gradients over the mesh dimensions where their parameters are replicated, while the backward pass still runs."""
 
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -40,7 +39,6 @@ class GradientSynchronizer:
         self._unbucketed: list[nn.Parameter] = []
         self._norm_groups: tuple[ShardedAlike, ...] = ()
         self._handles: list[RemovableHandle] = []
-        self._required_accumulations = 0
         self._next_bucket = 0
 
     def bind(self) -> None:
@@ -57,7 +55,7 @@ class GradientSynchronizer:
         self._norm_groups = group_parameters_for_norm(parameters).groups
         for bucket in self._buckets:
             for index, leaf in enumerate(bucket.leaves):
-                hook = partial(self._on_gradient, bucket, index)
+                hook = bucket.build_hook(index, self._launch_complete)
                 self._handles.append(leaf.register_post_accumulate_grad_hook(hook))
 
     def unbind(self) -> None:
@@ -76,10 +74,9 @@ class GradientSynchronizer:
         Args:
             require_accumulations: Number of backward passes until the sum; 0 accumulates only.
         """
-        self._required_accumulations = require_accumulations
         self._next_bucket = 0
         for bucket in self._buckets:
-            bucket.start_pack()
+            bucket.start_pack(require_accumulations)
 
     def wait(self) -> None:
         """Finish the sums of the pack. All ranks must call it; on an accelerator it does not block the host."""
@@ -97,7 +94,8 @@ class GradientSynchronizer:
             torch._foreach_mul_(tensors, factor)
 
     def zero_grad(self) -> None:
-        """Clear all gradients: the buckets are zeroed, all others become None."""
+        """Clear all gradients: the buckets are zeroed, all others become None. The next pack starts like the last."""
+        self._next_bucket = 0
         for bucket in self._buckets:
             bucket.zero()
         for parameter in self._unbucketed:
@@ -115,10 +113,8 @@ class GradientSynchronizer:
                 tensors[groups_where(parameter, replicated=False)].append(local_tensor(parameter.grad))
         return [group.with_tensors(tensors[group.shard_groups]) for group in self._norm_groups]
 
-    def _on_gradient(self, bucket: GradientBucket, index: int, leaf: torch.Tensor) -> None:
-        bucket.count(index, self._required_accumulations)
-        if not self._required_accumulations or not bucket.is_complete:
-            return
+    def _launch_complete(self) -> None:
+        """Start the buckets that are complete, up to the first that is not."""
         while self._next_bucket < len(self._buckets) and self._buckets[self._next_bucket].is_complete:
             self._buckets[self._next_bucket].launch()
             self._next_bucket += 1

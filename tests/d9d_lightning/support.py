@@ -60,9 +60,7 @@ class PoolEnvironment(ClusterEnvironment):
 def build_trainer(mesh, *, strategy_options=None, **options):
     """A Trainer without files and bars on all ranks of the pool."""
     strategy = D9DStrategy(mesh, **{"min_unit_params": 20, **(strategy_options or {})})
-    return plain_trainer(
-        strategy=strategy, devices=strategy.mesh.world_size, plugins=[PoolEnvironment()], **options
-    )
+    return plain_trainer(strategy=strategy, devices=strategy.mesh.world_size, plugins=[PoolEnvironment()], **options)
 
 
 def plain_trainer(**options):
@@ -147,11 +145,7 @@ def make_samples(num_samples, num_features=NUM_FEATURES, dtype=torch.float64, se
 def rank_loader(tensors: Sequence[torch.Tensor], batch_size: int, rank: int, world_size: int):
     """Each rank's part of consecutive global batches of `batch_size` samples."""
     part = batch_size // world_size
-    index = [
-        start + rank * part + offset
-        for start in range(0, len(tensors[0]), batch_size)
-        for offset in range(part)
-    ]
+    index = [start + rank * part + offset for start in range(0, len(tensors[0]), batch_size) for offset in range(part)]
     return DataLoader(TensorDataset(*[tensor[index] for tensor in tensors]), batch_size=part)
 
 

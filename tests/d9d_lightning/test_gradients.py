@@ -34,7 +34,9 @@ def test_hooks_run_as_often_as_documented(mesh):
     """A1: 7 batches, 3 of which make a step."""
     module = seeded(Regression)
     fit(module, mesh, make_samples(7 * 4), 4, accumulate_grad_batches=3, gradient_clip_val=1.0)
-    assert [module.calls.count(name) for name in ("training_step", "on_after_backward", "on_before_optimizer_step")] == [
+    assert [
+        module.calls.count(name) for name in ("training_step", "on_after_backward", "on_before_optimizer_step")
+    ] == [
         7,
         7,
         3,

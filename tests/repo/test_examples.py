@@ -12,14 +12,15 @@ import yaml
 from tests.repo.source_tree import ROOT
 
 EXAMPLES = ROOT / "examples"
-TIMEOUT_S = 60
+TIMEOUT_S = 110  # for a busy machine; on two idle cores an example takes less than 60 s
 
 # Example folder -> the command that its README documents and what it has to print.
 COMMANDS = {
     "digits": ("python examples/digits/train.py", r"test accuracy: 0\.9[5-9]"),
-    "quickstart": ("python examples/quickstart/train.py examples/quickstart/config.yaml", ""),
+    "quickstart": ("python examples/quickstart/train.py examples/quickstart/config.yaml", r"step 150/150 \| loss 0\.0"),
 }
 
+DOCUMENTED = {command for command, _ in COMMANDS.values()}
 MARKED_COMMANDS = re.compile(r"<!-- run -->\n+```bash\n(.*?)```", re.DOTALL)
 
 
@@ -33,7 +34,11 @@ def run_in(folder: Path, command: str) -> str:
     """Run a command as someone in the repository would, but let it write into `folder`."""
     (folder / "examples").symlink_to(EXAMPLES)
     own_tools = Path(sys.executable).parent
-    env = os.environ | {"PATH": f"{own_tools}{os.pathsep}{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+    env = os.environ | {
+        "PATH": f"{own_tools}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),  # the checkout, whether or not it is installed
+        "OMP_NUM_THREADS": "1",
+    }
     done = subprocess.run(
         ["bash", "-c", command],
         cwd=folder,
@@ -67,7 +72,7 @@ def test_example_runs(name: str, tmp_path: Path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", marked_commands(ROOT / "README.md"))
+@pytest.mark.parametrize("command", [c for c in marked_commands(ROOT / "README.md") if c not in DOCUMENTED])
 def test_readme_command_runs(command: str, tmp_path: Path):
     run_in(tmp_path, command)
 

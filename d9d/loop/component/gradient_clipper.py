@@ -18,7 +18,7 @@ class GradientClipper:
         self._gradient_manager = gradient_manager
         self._max_norm = config.max_norm
         has_stages = dist_context.mesh_params.has_pipeline_parallel
-        self._pp_group = dist_context.mesh_for(REGULAR_DOMAIN).get_group("pp") if has_stages else None
+        self._pp_mesh = dist_context.mesh_for(REGULAR_DOMAIN)["pp"] if has_stages else None
 
     def clip(self) -> torch.Tensor:
         """Clip the gradients, which must be summed and scaled. All ranks must call it; the host does not wait.
@@ -26,4 +26,4 @@ class GradientClipper:
         Returns:
             The norm before clipping, one value on the device.
         """
-        return clip_local_gradients_(self._gradient_manager.local_gradients(), self._max_norm, 2.0, self._pp_group)
+        return clip_local_gradients_(self._gradient_manager.local_gradients(), self._max_norm, 2.0, self._pp_mesh)

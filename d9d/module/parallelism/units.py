@@ -45,15 +45,12 @@ def repeated_blocks(module: nn.Module, min_repeats: int = 2) -> list[nn.Module]:
         module: Root of the model.
         min_repeats: How often a class must occur in one container.
     """
+    stacked = list(module.children()) if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential) else []
+    counts = Counter(type(child) for child in stacked if next(child.children(), None) is not None)
     blocks: list[nn.Module] = []
     for child in module.children():
-        if isinstance(child, nn.ModuleList | nn.ModuleDict | nn.Sequential):
-            classes = Counter(type(entry) for entry in child.children() if any(entry.children()))
-            repeated = {kind for kind, count in classes.items() if count >= min_repeats}
-            for entry in child.children():
-                blocks.extend([entry] if type(entry) in repeated else repeated_blocks(entry, min_repeats))
-        else:
-            blocks.extend(repeated_blocks(child, min_repeats))
+        is_repeated = counts[type(child)] >= min_repeats
+        blocks.extend([child] if is_repeated else repeated_blocks(child, min_repeats))
     return list(dict.fromkeys(blocks))
 
 

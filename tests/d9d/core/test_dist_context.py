@@ -57,7 +57,11 @@ def test_degree_one_is_a_plain_process():
 
 def test_degrees_and_products():
     params = DeviceMeshParameters(
-        pipeline_parallel=2, data_parallel_replicate=3, data_parallel_shard=5, context_parallel_shard=7, tensor_parallel=2
+        pipeline_parallel=2,
+        data_parallel_replicate=3,
+        data_parallel_shard=5,
+        context_parallel_shard=7,
+        tensor_parallel=2,
     )
     assert params.world_size == 2 * 3 * 5 * 7 * 2
     assert params.data_ranks == 3 * 5 * 7
@@ -97,7 +101,12 @@ def test_expert_parallel_must_divide():
             [],
         ),
         # 3 is not a multiple of 2 x 2: nothing fits by changing one degree.
-        ({"data_parallel_shard": 2, "pipeline_parallel": 2, "tensor_parallel": 2}, 3, ["needs 8", "runs 3"], ["or set"]),
+        (
+            {"data_parallel_shard": 2, "pipeline_parallel": 2, "tensor_parallel": 2},
+            3,
+            ["needs 8", "runs 3"],
+            ["or set"],
+        ),
         # expert_parallel 4 does not divide 2, so shard 2 would be refused in turn.
         ({"data_parallel_shard": 4, "expert_parallel": 4}, 2, ["needs 4", "runs 2"], ["or set"]),
     ],

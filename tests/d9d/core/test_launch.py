@@ -32,9 +32,7 @@ def test_a_plain_process_is_rank_0_of_1(environment: pytest.MonkeyPatch):
 
 
 def test_rank_5_of_two_nodes_with_4_processes(environment: pytest.MonkeyPatch):
-    set_all(
-        environment, RANK="5", WORLD_SIZE="8", LOCAL_RANK="1", LOCAL_WORLD_SIZE="4", MASTER_ADDR="node-0"
-    )
+    set_all(environment, RANK="5", WORLD_SIZE="8", LOCAL_RANK="1", LOCAL_WORLD_SIZE="4", MASTER_ADDR="node-0")
     read = LaunchEnvironment.read()
     assert (read.rank, read.world_size, read.local_rank, read.node_rank, read.num_nodes) == (5, 8, 1, 1, 2)
     assert read.master_addr == "node-0"
@@ -54,9 +52,7 @@ def test_rank_5_of_two_nodes_with_4_processes(environment: pytest.MonkeyPatch):
         ({"RANK": "x", "WORLD_SIZE": "0", "LOCAL_RANK": "y"}, ["RANK='x'", "WORLD_SIZE='0'", "LOCAL_RANK='y'"]),
     ],
 )
-def test_malformed_variables_are_all_named(
-    environment: pytest.MonkeyPatch, variables: dict[str, str], said: list[str]
-):
+def test_malformed_variables_are_all_named(environment: pytest.MonkeyPatch, variables: dict[str, str], said: list[str]):
     set_all(environment, **variables)
     with pytest.raises(ValueError, match="launch environment") as error:
         LaunchEnvironment.read()

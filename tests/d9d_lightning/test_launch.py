@@ -1,0 +1,201 @@
+"""Wrong numbers of processes are errors before anything starts; right ones run, however they are started."""
+
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import lightning as L
+import pydantic
+import pytest
+import torch.distributed as dist
+
+from d9d_lightning import D9DStrategy, DeviceMeshParameters
+from d9d_lightning.launch import ScriptLauncher
+from tests.d9d_lightning.support import plain_trainer
+
+ROOT = Path(__file__).resolve().parents[2]
+TIME_LIMIT_S = 90
+
+
+@pytest.fixture(autouse=True)
+def no_launcher_of_ours(monkeypatch):
+    """As a shell would start Python, whatever an earlier test has left."""
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def torchrun_of_two(monkeypatch):
+    variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none"}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "1")
+
+
+@pytest.mark.parametrize(
+    ("mesh", "devices", "needed"),
+    [
+        ({"data_parallel_shard": 2, "data_parallel_replicate": 2}, 2, 4),
+        ({"data_parallel_shard": 2}, 1, 2),
+        ({}, 2, 1),
+    ],
+)
+def test_mesh_against_devices(mesh, devices, needed):
+    with pytest.raises(
+        ValueError, match=rf"mesh needs {needed} processes .*devices={devices}, num_nodes=1\) runs"
+    ) as error:
+        plain_trainer(strategy=D9DStrategy(mesh), devices=devices)
+    assert f"Set devices={needed}" in str(error.value)
+    assert not dist.is_initialized()
+
+
+@pytest.mark.usefixtures("torchrun_of_two")
+@pytest.mark.parametrize("mesh", [None, {}, {"data_parallel_shard": 2}])
+def test_torchrun_against_devices(mesh):
+    """A55: two processes and devices=1 are not two independent jobs."""
+    with pytest.raises(ValueError, match=r"2 processes were started, but Trainer\(devices=1, num_nodes=1\) asks for 1"):
+        plain_trainer(strategy=D9DStrategy(mesh), devices=1)
+
+
+@pytest.mark.usefixtures("torchrun_of_two")
+def test_torchrun_against_mesh():
+    with pytest.raises(ValueError, match="mesh needs 4 processes"):
+        plain_trainer(strategy=D9DStrategy({"data_parallel_shard": 4}), devices=2)
+
+
+@pytest.mark.parametrize(
+    "degree",
+    ["pipeline_parallel", "tensor_parallel", "context_parallel_shard", "context_parallel_replicate"],
+)
+def test_later_degrees_are_refused(degree):
+    with pytest.raises(NotImplementedError, match=rf"{degree} \(2\).*later release"):
+        D9DStrategy({degree: 2})
+    with pytest.raises(NotImplementedError, match=rf"{degree} \(2\).*expert_parallel \(2\)"):
+        D9DStrategy({degree: 2, "data_parallel_shard": 2, "expert_parallel": 2})
+
+
+def test_unknown_degrees_are_named():
+    with pytest.raises(pydantic.ValidationError, match="data_parallel"):
+        D9DStrategy({"data_parallel": 2})
+
+
+@pytest.mark.parametrize("mesh", [None, "auto"])
+def test_the_default_mesh_replicates(mesh):
+    strategy = D9DStrategy(mesh)
+    trainer = plain_trainer(strategy=strategy, devices=3)
+    assert strategy.mesh == DeviceMeshParameters(data_parallel_replicate=3)
+    assert strategy.is_distributed
+    assert trainer.distributed_sampler_kwargs == {"num_replicas": 3, "rank": 0}
+    assert isinstance(strategy.launcher, ScriptLauncher)
+    with pytest.raises(RuntimeError, match="has not started"):
+        strategy.dist_context  # noqa: B018
+
+
+def test_registered_by_name():
+    trainer = plain_trainer(strategy="d9d")
+    assert isinstance(trainer.strategy, D9DStrategy)
+    assert trainer.strategy.launcher is None
+    assert not trainer.strategy.is_distributed
+
+
+SCRIPT = """
+import os, sys
+import torch
+import lightning as L
+import torch.nn.functional as F
+from d9d_lightning import D9DStrategy
+from torch.utils.data import DataLoader, TensorDataset
+
+class Module(L.LightningModule):
+    def __init__(self, quits_on=None):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 1)
+        self.quits_on = quits_on
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 1 and self.global_rank == self.quits_on:
+            return None
+        loss = self.layer(batch[0]).square().mean()
+        self.log("loss", loss, on_step=False, on_epoch=True, sync_dist=True)
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+def fit(mesh, quits_on=None):
+    L.seed_everything(0, workers=True)
+    trainer = L.Trainer(
+        strategy=D9DStrategy(mesh), accelerator="cpu", devices=2, max_epochs=1, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )
+    module = Module(quits_on)
+    data = torch.arange(64.0).view(16, 4) / 64
+    trainer.fit(module, DataLoader(TensorDataset(data), batch_size=2))
+    return trainer.callback_metrics["loss"].item(), trainer.world_size
+
+threads = torch.get_num_threads()
+if len(sys.argv) > 1:
+    fit({"data_parallel_replicate": 2}, quits_on=1)
+else:
+    results = [fit({"data_parallel_replicate": 2}), fit({"data_parallel_shard": 2}), fit(None)]
+    assert "OMP_NUM_THREADS" not in os.environ or os.environ["OMP_NUM_THREADS"] == "1"
+    assert torch.get_num_threads() == threads
+    print("result", os.environ["LOCAL_RANK"], results, flush=True)
+"""
+
+
+def run_script(tmp_path, *command, **environment):
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(SCRIPT))
+    arguments = [str(script) if part == "SCRIPT" else part for part in command]
+    variables = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=tmp_path,
+        env=variables | {"PYTHONPATH": str(ROOT)} | environment,
+        capture_output=True,
+        text=True,
+        timeout=TIME_LIMIT_S,
+        check=False,
+    )
+
+
+def check_results(process):
+    assert process.returncode == 0, process.stderr
+    lines = sorted(line for line in process.stdout.splitlines() if line.startswith("result"))
+    assert [line.split()[1] for line in lines] == ["0", "1"]
+    results = [eval(line.split(maxsplit=2)[2]) for line in lines]
+    assert results[0] == results[1]
+    losses = [loss for loss, _ in results[0]]
+    assert losses == pytest.approx([losses[0]] * 3, rel=1e-6)
+    assert {world_size for _, world_size in results[0]} == {2}
+
+
+@pytest.mark.slow
+def test_lightning_starts_the_processes(tmp_path):
+    check_results(run_script(tmp_path, "SCRIPT"))
+
+
+@pytest.mark.slow
+def test_torchrun_starts_the_processes(tmp_path):
+    check_results(run_script(tmp_path, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "SCRIPT"))
+
+
+@pytest.mark.slow
+def test_a_missing_loss_ends_the_job(tmp_path):
+    """A4: the rank that returned None raises, and its peer does not wait for ever."""
+    start = time.monotonic()
+    process = run_script(
+        tmp_path, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "SCRIPT", "quit"
+    )
+    assert process.returncode != 0
+    assert "returning None in distributed training is not supported" in process.stderr
+    assert time.monotonic() - start < TIME_LIMIT_S / 2
+
+
+def test_module_is_exported():
+    assert issubclass(D9DStrategy, L.pytorch.strategies.ParallelStrategy)

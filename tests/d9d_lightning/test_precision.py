@@ -1,0 +1,135 @@
+"""Clipping over the mesh, with hand-set gradients."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.plugins.precision import MixedPrecision
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from d9d.core.dist_context import DENSE_DOMAIN, DeviceMeshParameters
+from d9d_lightning import D9DStrategy
+from d9d_lightning.precision import install_mesh_clipping
+from tests.d9d_lightning.support import Regression, build_trainer, make_samples, rank_loader, seeded
+
+TOLERANCE = {"rtol": 1e-6, "atol": 1e-6}  # torch adds 1e-6 to the norm
+
+
+def parameter_with_gradient(value, layout):
+    """A parameter of one element per rank, all with gradient `value`, in a layout of the two ranks."""
+    mesh = DeviceMeshParameters(data_parallel_shard=2).build().mesh_for(DENSE_DOMAIN)["dp_cp_shard"]
+    local = torch.tensor([value], dtype=torch.float64)
+    if layout == "plain":
+        parameter = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+        parameter.grad = local
+        return parameter
+    placement = Shard(0) if layout == "shard" else Replicate()
+    parameter = nn.Parameter(DTensor.from_local(torch.zeros(1, dtype=torch.float64), mesh, [placement]))
+    parameter.grad = DTensor.from_local(local, mesh, [placement])
+    return parameter
+
+
+def local_gradients(parameters):
+    return [p.grad.to_local().item() if isinstance(p.grad, DTensor) else p.grad.item() for p in parameters]
+
+
+@pytest.fixture
+def norms():
+    return []
+
+
+def clip_oracle(*rest):
+    """Shards (3 | 4), replicated 12, and more plain values."""
+    shard = parameter_with_gradient(3.0 + dist.get_rank(), "shard")
+    parameters = [shard, parameter_with_gradient(12.0, "replicate")]
+    return parameters + [parameter_with_gradient(value, "plain") for value in rest]
+
+
+@pytest.mark.world_size(2)
+def test_norm_counts_shards_once_each_and_replicas_once():
+    norms = []
+    strategy = D9DStrategy({"data_parallel_shard": 2})
+    plugin = strategy.precision_plugin
+    install_mesh_clipping(plugin, strategy.mesh, norms.append)
+    for rest, norm in (((), 13.0), ((84.0,), 85.0)):
+        parameters = clip_oracle(*rest)
+        plugin.clip_gradients(torch.optim.SGD(parameters, lr=1.0), 8.5)
+        assert norms.pop().item() == pytest.approx(norm)
+        expected = [3.0 + dist.get_rank(), 12.0, *rest]
+        assert local_gradients(parameters) == pytest.approx([8.5 / norm * value for value in expected], rel=1e-6)
+
+
+@pytest.mark.world_size(2)
+def test_values_are_limited_on_every_layout():
+    strategy = D9DStrategy({"data_parallel_shard": 2})
+    plugin = strategy.precision_plugin
+    install_mesh_clipping(plugin, strategy.mesh, lambda norm: None)
+    parameters = clip_oracle(-84.0)
+    plugin.clip_gradients(torch.optim.SGD(parameters, lr=1.0), 3.5, "value")
+    assert local_gradients(parameters) == [min(3.0 + dist.get_rank(), 3.5), 3.5, -3.5]
+
+
+class NormRegression(Regression):
+    """Keeps the norm over all gradients, by hand, before clipping."""
+
+    def on_before_optimizer_step(self, optimizer):
+        super().on_before_optimizer_step(optimizer)
+        squares = [gradient.square().sum() for gradient in self.seen_gradients[-1].values()]
+        self.norm = torch.stack(squares).sum().sqrt()
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("mesh", [{"data_parallel_replicate": 2}, {"data_parallel_shard": 2}], ids=str)
+@pytest.mark.parametrize("algorithm", ["norm", "value"])
+def test_trainer_clips_over_the_mesh(mesh, algorithm):
+    trainer = build_trainer(mesh, gradient_clip_val=0.05, gradient_clip_algorithm=algorithm)
+    module = seeded(NormRegression)
+    clipped = {}
+
+    def keep(gradients):
+        clipped.update({name: gradient.detach().clone() for name, gradient in gradients.items()})
+
+    def configure_gradient_clipping(optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
+        module.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+        keep({name: p.grad.full_tensor() for name, p in module.named_parameters()})
+
+    module.configure_gradient_clipping = configure_gradient_clipping
+    trainer.fit(module, rank_loader(make_samples(4), 4, dist.get_rank(), 2))
+    before = module.seen_gradients[0]
+    if algorithm == "norm":
+        torch.testing.assert_close(trainer.strategy.last_grad_norm, module.norm)
+        factor = 0.05 / (module.norm + 1e-6)
+        torch.testing.assert_close(clipped, {name: gradient * factor for name, gradient in before.items()})
+    else:
+        torch.testing.assert_close(clipped, {name: gradient.clamp(-0.05, 0.05) for name, gradient in before.items()})
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("bad_rank", [0, 1])
+def test_infinite_norm_is_seen_by_all_ranks(bad_rank):
+    norms = []
+    strategy = D9DStrategy({"data_parallel_shard": 2})
+    plugin = strategy.precision_plugin
+    install_mesh_clipping(plugin, strategy.mesh, norms.append)
+    parameter = parameter_with_gradient(float("inf") if dist.get_rank() == bad_rank else 1.0, "shard")
+    plugin.clip_gradients(torch.optim.SGD([parameter], lr=1.0), 1.0)
+    assert norms[0].isinf()
+
+
+def test_fp16_scaling_of_shards_is_refused():
+    strategy = D9DStrategy({"data_parallel_shard": 2})
+    with pytest.raises(NotImplementedError, match="16-mixed"):
+        strategy.precision_plugin = MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu"))
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("mesh", [{"data_parallel_replicate": 2}, {"data_parallel_shard": 2}], ids=str)
+@pytest.mark.parametrize(
+    ("precision", "dtype"), [("bf16-true", torch.bfloat16), ("64-true", torch.float64), ("bf16-mixed", torch.float32)]
+)
+def test_precisions_train(mesh, precision, dtype):
+    trainer = build_trainer(mesh, precision=precision, gradient_clip_val=1.0)
+    module = seeded(Regression, dtype=torch.float32)
+    trainer.fit(module, rank_loader(make_samples(8, dtype=torch.float32), 4, dist.get_rank(), 2))
+    assert {parameter.dtype for parameter in module.parameters()} == {dtype}
+    assert all(loss.isfinite() for loss in module.losses)
