@@ -7,6 +7,7 @@ import math
 from collections.abc import Generator, Sequence
 
 import torch
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import nn
 from torch.optim import Optimizer
 
@@ -118,6 +119,10 @@ class DataParallelGradients:
     The buckets of one optimizer are summed while the backward pass runs. With several, the order in which their
     parameters become ready may differ between ranks, and so would the order of the collectives; they are summed one
     optimizer after the other when the backward pass has ended.
+
+    [Note: abandoned accumulation]
+    Under FSDP, gradients that wait for the last batch of a step are not in ``parameter.grad``. A single optimizer's
+    ``zero_grad`` drops them too. With several optimizers they stay, since one cannot speak for the others.
     """
 
     def __init__(
@@ -150,7 +155,23 @@ class DataParallelGradients:
         self._blocks = 0
         self._parts: list[OptimizerGradients] = []
         self._frozen: list[nn.Parameter] = []
+        self._followed: list[Optimizer | LightningOptimizer] = []
         self._build()
+
+    def follow_zero_grad(self, optimizer: Optimizer | LightningOptimizer) -> None:
+        """Let ``zero_grad`` of the only optimizer drop what waits. See [Note: abandoned accumulation].
+
+        Args:
+            optimizer: The optimizer, or Lightning's wrapper around it, which has a ``zero_grad`` of its own.
+        """
+        zero_grad = optimizer.zero_grad
+
+        def zero_and_abandon(set_to_none: bool = True) -> None:
+            zero_grad(set_to_none)
+            self._fsdp.abandon_pack()
+
+        vars(optimizer)["zero_grad"] = zero_and_abandon
+        self._followed.append(optimizer)
 
     @contextlib.contextmanager
     def block_sums(self) -> Generator[None]:
@@ -187,7 +208,9 @@ class DataParallelGradients:
 
     def release(self) -> None:
         """Free buckets and hooks; the parameters are left without gradients."""
-        self._fsdp.before_backward(is_last=True)
+        self._fsdp.abandon_pack()
+        for optimizer in self._followed:
+            vars(optimizer).pop("zero_grad", None)
         for part in self._parts:
             part.release()
         self._parts = []

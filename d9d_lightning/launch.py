@@ -20,8 +20,12 @@ from lightning.pytorch.strategies.launchers.subprocess_script import _Subprocess
 from typing_extensions import override
 
 from d9d.core.dist_context import DeviceMeshParameters, DistributedContext
+from d9d_lightning.parent_watch import ends_with_parent
 
 T = TypeVar("T")
+
+_LAUNCHER_PID = "D9D_LAUNCHER_PID"
+"""Environment variable that tells the started processes who started them."""
 
 _LATER_DEGREES = (
     "pipeline_parallel",
@@ -42,8 +46,9 @@ _ACTIVE: weakref.WeakValueDictionary[str, DistributedContext] = weakref.WeakValu
 
 
 class ScriptLauncher(_SubprocessScriptLauncher):
-    """Lightning's launcher, which runs the script again for each further process, but lets the thread count alone.
+    """Lightning's launcher, which runs the script again for each further process, with two differences.
 
+    The processes end when the one that started them is gone. And the thread count is left alone:
     Lightning sets ``OMP_NUM_THREADS`` to all cores of the machine divided by the processes of this job, as if nothing
     else ran there.
     """
@@ -51,9 +56,12 @@ class ScriptLauncher(_SubprocessScriptLauncher):
     @override
     def launch(self, function: Callable[..., T], *args: object, trainer: Trainer | None = None, **kwargs: object) -> T:
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
-        if not self.cluster_environment.creates_processes_externally:
-            self._call_children_scripts()
-            _launch_process_observer(self.procs)
+        if self.cluster_environment.creates_processes_externally:
+            with ends_with_parent(int(os.environ.get(_LAUNCHER_PID, os.getppid()))):
+                return function(*args, **kwargs)
+        os.environ[_LAUNCHER_PID] = str(os.getpid())
+        self._call_children_scripts()
+        _launch_process_observer(self.procs)
         return function(*args, **kwargs)
 
 

@@ -237,6 +237,9 @@ class D9DStrategy(ParallelStrategy):
             device=self.root_device,
             stays_gathered=self._stays_gathered,
         )
+        if len(self.optimizers) == 1:
+            for optimizer in (*self.optimizers, *self._lightning_optimizers):
+                self._gradients.follow_zero_grad(optimizer)
 
     @property
     def _connected_module(self) -> LightningModule:

@@ -64,9 +64,11 @@ def materialize_module(
             f"{type(module).__name__} has no reset_parameters(). It was built on the meta device, without values: "
             f"add a method that initialises every parameter and buffer in place."
         )
-    module.to_empty(device=device)
+    without_values = [name for name, tensor in _named_tensors(module) if tensor.is_meta]
+    _allocate(module, device)
     bind_compute_leaves(module)
-    poisoned = {name: _poison(local_tensor(tensor)) for name, tensor in _named_tensors(module)}
+    tensors = dict(_named_tensors(module))
+    poisoned = {name: _Poisoned(local_tensor(tensors[name])) for name in without_values}
     with contextlib.ExitStack() as stack:
         # The random state of the caller is none of our business.
         stack.enter_context(torch.random.fork_rng(devices=[] if device.type == "cpu" else [device]))
@@ -77,9 +79,23 @@ def materialize_module(
     untouched = [
         name
         for name, tensor in _named_tensors(module)
-        if name in poisoned and _is_poison(local_tensor(tensor), poisoned[name])
+        if name in poisoned and poisoned[name].is_in(local_tensor(tensor))
     ]
     _raise_together(type(module).__name__.removeprefix("FSDP"), untouched, group)
+
+
+def _allocate(module: nn.Module, device: torch.device) -> None:
+    """Give meta tensors memory, and move the others: a table that the constructor computed keeps its values."""
+    slots: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    for owner in module.modules():
+        for name, parameter in owner._parameters.items():
+            if parameter is not None:
+                slots.setdefault(parameter, []).append((owner, name))
+    module._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device))
+    # Where torch has made new parameters, tied ones have come apart.
+    for (first, first_name), *others in slots.values():
+        for owner, name in others:
+            owner._parameters[name] = first._parameters[first_name]
 
 
 class _FullRandom(TorchDispatchMode):
@@ -123,24 +139,23 @@ def _initialise_by_name(module: nn.Module, name: str, seed: int) -> Generator[No
 
 @contextlib.contextmanager
 def _full_parameters(module: nn.Module) -> Generator[None]:
-    """Replace the sharded parameters of one module, not of its children, by full tensors, and keep their parts."""
-    sharded = {
-        name: parameter
-        for name, parameter in module._parameters.items()
-        if isinstance(parameter, DTensor) and name not in vars(module)
-    }
-    for name, parameter in sharded.items():
-        device = local_tensor(parameter).device
-        full = torch.full(parameter.shape, _poison_value(parameter.dtype), dtype=parameter.dtype, device=device)
-        module._parameters[name] = nn.Parameter(full, requires_grad=parameter.requires_grad)
+    """Replace the distributed parameters of one module, not of its children, by full ones, and keep their parts."""
+    distributed = {name: parameter for name, parameter in module._parameters.items() if isinstance(parameter, DTensor)}
+    leaves = {name: vars(module).pop(name) for name in distributed if name in vars(module)}
+    for name, parameter in distributed.items():
+        full = torch.empty(parameter.shape, dtype=parameter.dtype, device=local_tensor(parameter).device)
+        module._parameters[name] = nn.Parameter(_fill_with_poison(full), requires_grad=parameter.requires_grad)
     try:
         yield
     finally:
-        for name, parameter in sharded.items():
+        for name, parameter in distributed.items():
             full = module._parameters[name]
             assert full is not None  # put there above
-            local_tensor(parameter).copy_(shard_of(full, parameter))
+            # A tied parameter may have got its values through another module, one with values may keep them.
+            if not _is_poison(full).all():
+                local_tensor(parameter).copy_(shard_of(full, parameter))
             module._parameters[name] = parameter
+        vars(module).update(leaves)
 
 
 def _named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -158,28 +173,36 @@ def _random_devices(module: nn.Module) -> list[torch.device]:
     return [device for device in devices if device.type not in ("cpu", "meta")]
 
 
+class _Poisoned:
+    """A tensor filled with a value that no initialisation leaves, so that untouched elements can be found."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = _fill_with_poison(tensor)
+        self._version = tensor._version
+
+    def is_in(self, tensor: torch.Tensor) -> bool:
+        """Tell whether elements of the tensor, or of what has replaced it, are untouched."""
+        if tensor.dtype == torch.bool:
+            # A boolean has no such value. Only writes that autograd can see are noticed, which is all but `.data`.
+            return tensor is self._tensor and tensor._version == self._version and tensor.numel() > 0
+        return bool(_is_poison(tensor).any())
+
+
 def _poison_value(dtype: torch.dtype) -> float | int | bool:
     if dtype.is_floating_point or dtype.is_complex:
         return float("nan")
-    # A boolean has no value that no model would choose; see _is_poison.
     return False if dtype == torch.bool else torch.iinfo(dtype).max - 1
 
 
-def _poison(tensor: torch.Tensor) -> int:
-    """Fill a tensor with a value that no initialisation leaves, and return its version."""
-    tensor.fill_(_poison_value(tensor.dtype))
-    return tensor._version
+def _fill_with_poison(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.fill_(_poison_value(tensor.dtype))
 
 
-def _is_poison(tensor: torch.Tensor, version: int) -> bool:
-    if tensor.numel() == 0:
-        return False
-    if tensor.dtype == torch.bool:
-        # Only writes that autograd can see are noticed here, which is all but `.data`.
-        return tensor._version == version
+def _is_poison(tensor: torch.Tensor) -> torch.Tensor:
+    """Tell for each element whether it is untouched."""
     if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
-        return bool(tensor.isnan().any())
-    return bool((tensor == _poison_value(tensor.dtype)).all())
+        return tensor.isnan()
+    return tensor == _poison_value(tensor.dtype)
 
 
 def _raise_together(model: str, untouched: list[str], group: dist.ProcessGroup | None) -> None:

@@ -62,6 +62,9 @@ class _LocalShards:
         self._groups: list[tuple[list[nn.Parameter], list[nn.Parameter]]] = []
         self._outer_state: defaultdict[torch.Tensor, _OptimizerState] | None = None
         self._local_state: defaultdict[torch.Tensor, _OptimizerState] = defaultdict(dict)
+        # Adagrad makes its state when it is built.
+        for parameter, values in optimizer.state.items():
+            values.update((name, _unwrap(name, value, parameter)) for name, value in values.items())
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(self._after_step)
         optimizer.register_state_dict_post_hook(_wrap_state)
@@ -72,6 +75,9 @@ class _LocalShards:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         # Any: the arguments are those of the user's optimizer, itself first. Torch's all take the closure, and no more.
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if optimizer.state is self._local_state:
+            # The last step has raised in between.
+            self._exit(optimizer)
         self._enter(optimizer)
         if closure is None:
             return args, kwargs
@@ -121,10 +127,11 @@ class _LocalShards:
                 if shard is not parameter and shard is not compute_leaf(parameter):
                     shard.grad = None
         if len(self._local_state) != len(self._outer_state):
-            for outer, local in self._groups:
-                for parameter, shard in zip(outer, local, strict=True):
-                    if shard in self._local_state:
-                        self._outer_state[parameter] = self._local_state[shard]
+            outside = {
+                shard: parameter for outer, local in self._groups for parameter, shard in zip(outer, local, strict=True)
+            }
+            # Some optimizers (LBFGS) keep their state under the parameter they were given, not under that of the group.
+            self._outer_state.update((outside.get(key, key), value) for key, value in self._local_state.items())
         optimizer.state = self._outer_state
 
     def _local_key(self, key: torch.Tensor) -> torch.Tensor:
@@ -154,6 +161,7 @@ def _follow(parameter: nn.Parameter, shard: nn.Parameter) -> None:
     if grad is None:
         shard.grad = None
     elif shard.grad is not local_tensor(grad):
+        shard.grad_dtype = grad.dtype
         shard.grad = local_tensor(grad)
 
 

@@ -156,6 +156,49 @@ def test_toggle_model_accumulates_without_sums():
     check_two_backwards(MESHES[4][0], BlockedThenSummed)
 
 
+class BlockedThenZeroed(TwoBackwards):
+    """Gives up what it has accumulated, and starts anew."""
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        with optimizer.toggle_model(sync_grad=False):
+            self.manual_backward(100 * self(batch[0]).sum())
+        optimizer.zero_grad()
+        self.manual_backward(F.mse_loss(self(batch[0]), batch[1]))
+        optimizer.step()
+
+
+class Interrupted(Regression):
+    """Fails in the middle of its first accumulation window."""
+
+    def on_train_batch_start(self, batch, batch_idx):
+        if batch_idx == 1 and not self.losses[2:]:
+            self.losses += self.losses
+            raise KeyError("interrupted")
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("mesh", MESHES[2], ids=str)
+def test_zeroing_drops_what_waits_for_the_last_batch(mesh):
+    samples = make_samples(4)
+    module = seeded(BlockedThenZeroed)
+    fit(module, mesh, samples, 4)
+    torch.testing.assert_close(module.seen_gradients[0], expected_gradients(samples, 1), **EXACT)
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("mesh", MESHES[2], ids=str)
+def test_a_run_starts_without_the_gradients_of_an_interrupted_one(mesh):
+    samples = make_samples(3 * 8)
+    module = seeded(Interrupted)
+    with pytest.raises(KeyError, match="interrupted"):
+        fit(module, mesh, samples, 8, accumulate_grad_batches=3)
+    module.losses = [0, 0, 0]
+    fit(module, mesh, samples, 8, accumulate_grad_batches=3)
+    torch.testing.assert_close(module.seen_gradients[0], expected_gradients(samples, 3), **EXACT)
+
+
 class ZeroedByHand(Regression):
     """Clears gradients in the ways that do not go through the optimizer's defaults."""
 

@@ -1,6 +1,7 @@
 """Wrong numbers of processes are errors before anything starts; right ones run, however they are started."""
 
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -119,6 +120,11 @@ class Module(L.LightningModule):
     def training_step(self, batch, batch_idx):
         if batch_idx == 1 and self.global_rank == self.quits_on:
             return None
+        if self.quits_on == "launcher":
+            with open(f"pid-{self.global_rank}", "w") as file:
+                file.write(str(os.getpid()))
+            if batch_idx == 2 and self.global_rank == 0:
+                os.kill(os.getpid(), 9)
         loss = self.layer(batch[0]).square().mean()
         self.log("loss", loss, on_step=False, on_epoch=True, sync_dist=True)
         return loss
@@ -139,7 +145,7 @@ def fit(mesh, quits_on=None):
 
 threads = torch.get_num_threads()
 if len(sys.argv) > 1:
-    fit({"data_parallel_replicate": 2}, quits_on=1)
+    fit({"data_parallel_replicate": 2}, quits_on=1 if sys.argv[1] == "quit" else "launcher")
 else:
     results = [fit({"data_parallel_replicate": 2}), fit({"data_parallel_shard": 2}), fit(None)]
     assert "OMP_NUM_THREADS" not in os.environ or os.environ["OMP_NUM_THREADS"] == "1"
@@ -195,6 +201,32 @@ def test_a_missing_loss_ends_the_job(tmp_path):
     assert process.returncode != 0
     assert "returning None in distributed training is not supported" in process.stderr
     assert time.monotonic() - start < TIME_LIMIT_S / 2
+
+
+@pytest.mark.slow
+def test_nothing_outlives_a_killed_launcher(tmp_path):
+    process = run_script(tmp_path, "SCRIPT", "kill-launcher")
+    assert process.returncode == -signal.SIGKILL
+    child = int((tmp_path / "pid-1").read_text())
+    deadline = time.monotonic() + 15
+    while time.monotonic() < deadline and Path(f"/proc/{child}").exists():
+        time.sleep(0.2)
+    assert not Path(f"/proc/{child}").exists()
+
+
+def test_a_process_ends_with_its_parent():
+    """The watch alone: a parent that is not ours is taken for one that has died."""
+    code = (
+        "import time\n"
+        "from d9d_lightning.parent_watch import ends_with_parent\n"
+        "with ends_with_parent(1 << 30):\n"
+        "    time.sleep(60)\n"
+    )
+    process = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=TIME_LIMIT_S, check=False
+    )
+    assert process.returncode == 1
+    assert "is gone" in process.stderr
 
 
 def test_module_is_exported():

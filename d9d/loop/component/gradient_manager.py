@@ -5,10 +5,11 @@ from collections.abc import Generator
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from d9d.core.device import HostCopy, accumulator_dtype, join_stream, side_stream
 from d9d.core.dist_context import DistributedContext
-from d9d.core.placement import compute_leaf, trainable
+from d9d.core.placement import compute_leaf, is_sharded, trainable
 from d9d.internals.fsdp_accumulation import FsdpAccumulation
 from d9d.internals.grad_norm import LocalGradients
 from d9d.internals.grad_sync import GradientSynchronizer
@@ -50,15 +51,20 @@ class GradientManager:
 
     @contextlib.contextmanager
     def install(self) -> Generator[None]:
-        """Hold the gradients while the block runs, and leave the parameters without any afterwards."""
-        for group in self._parameters:
-            for parameter in group if self._config.torch_grad_dtype is not None else []:
-                compute_leaf(parameter).grad_dtype = self._config.torch_grad_dtype
+        """Hold the gradients while the block runs, and leave the parameters without any afterwards.
+
+        Raises:
+            NotImplementedError: If the config asks for gradients of another dtype than that of sharded parameters.
+        """
+        if self._config.torch_grad_dtype is not None:
+            for parameter in (parameter for group in self._parameters for parameter in group):
+                _set_grad_dtype(parameter, self._config.torch_grad_dtype)
         self._synchronizer.bind()
         try:
             yield
         finally:
             self._synchronizer.unbind()
+            self._fsdp.abandon_pack()
             self._start_totals_anew()
 
     def set_required_accumulations(self, require_accumulations: int) -> None:
@@ -109,8 +115,8 @@ class GradientManager:
                 self._stream = stream
                 if stream is not None and self._work is not None:
                     self._work.wait()
-                    self._host_totals = HostCopy(self._totals) if self._is_weighted else None
-        elif self._is_weighted:
+                    self._host_totals = HostCopy(self._totals) if self._may_lack_weight else None
+        elif self._may_lack_weight:
             self._host_totals = HostCopy(self._totals)
 
     def sync_and_scale(self) -> None:
@@ -132,7 +138,7 @@ class GradientManager:
         Raises:
             RuntimeError: If it has none and the config says so.
         """
-        if not self._is_weighted:
+        if not self._may_lack_weight:
             return True
         totals = self._totals if self._host_totals is None else self._host_totals.read()
         if totals[1] != 0:
@@ -143,6 +149,11 @@ class GradientManager:
                 "set gradient_manager.on_zero_weight: skip to leave such steps out."
             )
         return False
+
+    @property
+    def _may_lack_weight(self) -> bool:
+        """Whether the weight of the step may be 0, as far as this rank knows; without a last stage it knows nothing."""
+        return self._is_weighted or self._num_losses == 0
 
     def compute_global_loss(self) -> torch.Tensor:
         """Return the weighted mean loss of the step over all ranks, 0 for a step without weight.
@@ -172,6 +183,18 @@ class GradientManager:
         self._num_losses = 0
         self._is_weighted = False
         self._work, self._stream, self._host_totals = None, None, None
+
+
+def _set_grad_dtype(parameter: nn.Parameter, dtype: torch.dtype) -> None:
+    if is_sharded(parameter) and parameter.dtype != dtype:
+        raise NotImplementedError(
+            f"gradient_manager.grad_dtype ({dtype}) differs from the dtype of sharded parameters ({parameter.dtype}), "
+            f"which is that of the gradients FSDP makes. Leave grad_dtype out, or keep the parameters in {dtype} and "
+            f"pass mp_policy=MixedPrecisionPolicy(param_dtype={parameter.dtype}, reduce_dtype={dtype}) to "
+            f"parallelize_hsdp."
+        )
+    for tensor in (parameter, compute_leaf(parameter)):
+        tensor.grad_dtype = dtype
 
 
 def _safe_inverse(total: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,6 @@ from d9d.core.dist_context import DENSE_DOMAIN, DeviceMeshParameters
 from d9d.internals.grad_sync import GradientSynchronizer
 from d9d.module.parallelism.api import parallelize_hsdp, parallelize_replicate
 
-
 PAIR = {"data_parallel_replicate": 2}
 
 

@@ -1,0 +1,42 @@
+"""End a process that a launcher has started when the launcher is gone."""
+
+import contextlib
+import os
+import sys
+import threading
+from collections.abc import Generator
+
+_PERIOD_S = 1.0
+"""How often to look: a job that lost its launcher must be gone within seconds."""
+
+_GRACE_S = 4.0
+"""For a process that is about to end by itself, with an error of its own to print."""
+
+
+@contextlib.contextmanager
+def ends_with_parent(parent_pid: int) -> Generator[None]:
+    """End this process soon after a parent process has died, while the block runs.
+
+    Lightning's launcher ends the others when one of its children fails, but nobody ends the children when the launcher
+    itself is killed: they would wait for rank 0 until their time limit, half an hour later.
+
+    Args:
+        parent_pid: Process that started this one.
+    """
+    is_over = threading.Event()
+    watch = threading.Thread(target=_watch, args=(parent_pid, is_over), name="d9d-parent-watch", daemon=True)
+    watch.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+
+
+def _watch(parent_pid: int, is_over: threading.Event) -> None:
+    while os.getppid() == parent_pid:
+        if is_over.wait(_PERIOD_S):
+            return
+    if not is_over.wait(_GRACE_S):
+        print(f"[d9d] process {parent_pid}, which started this one, is gone. Exiting.", file=sys.stderr, flush=True)
+        # Not sys.exit: the main thread may be inside a collective that never returns.
+        os._exit(1)
