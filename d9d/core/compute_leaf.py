@@ -1,4 +1,6 @@
 """Keep the plain tensors that a module computes with bound to its replicated parameters."""
+# torch reads parameters from these attributes, and so do we (torch 2.13)
+# pyright: reportPrivateUsage=false
 
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -53,7 +55,8 @@ class ReplicatedParameters:
         leaf.requires_grad_(parameter.requires_grad)
         vars(owner)[name] = leaf
         if isinstance(owner, nn.RNNBase):
-            owner._flat_weights = [getattr(owner, weight, None) for weight in owner._flat_weights_names]
+            weights = owner._flat_weights_names
+            owner._flat_weights = [getattr(owner, weight, None) for weight in weights]  # introspection: as torch does
 
 
 def bind_compute_leaves(module: nn.Module) -> None:

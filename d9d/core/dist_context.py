@@ -13,7 +13,7 @@ from typing import Self
 import torch
 import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict, Field, model_validator
-from torch.distributed import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from d9d.core.device import communication_backend, local_device, resolve_device_type, synchronize
 from d9d.core.launch import LaunchEnvironment
@@ -196,8 +196,8 @@ class DeviceMeshParameters(BaseModel):
     def _single_changes_for(self, world_size: int) -> list[str]:
         """Return the degrees that would make the mesh fit if they alone were changed."""
         fits: list[str] = []
-        for name in DeviceMeshParameters.model_fields:
-            others = self.world_size // getattr(self, name)
+        for name, degree in self.model_dump().items():
+            others = self.world_size // degree
             if name == "expert_parallel" or world_size % others != 0:
                 continue
             changed = self.model_copy(update={name: world_size // others})

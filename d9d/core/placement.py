@@ -7,6 +7,8 @@ some 60 microseconds per parameter and step. Its local tensor already is the who
 with a plain leaf over the same memory: the *compute leaf*. Autograd accumulates into the leaf; the gradient of the
 DTensor is a view of the same bucket memory. `d9d.module.parallelism.replicate` creates leaves and keeps them bound.
 """
+# DTensor's layout without dispatch: its public accessors go through autograd (torch 2.13)
+# pyright: reportPrivateUsage=false
 
 from collections.abc import Iterable
 

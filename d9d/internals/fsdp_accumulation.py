@@ -1,4 +1,6 @@
 """Accumulate gradients over microbatches under FSDP without a collective until the last of them."""
+# FSDP offers no public way to drop accumulated gradients (torch 2.13)
+# pyright: reportPrivateUsage=false
 
 from collections.abc import Iterable
 
@@ -56,6 +58,6 @@ class FsdpAccumulation:
             group = unit._get_fsdp_state()._fsdp_param_group
             for parameter in group.fsdp_params if group is not None else []:
                 parameter.unsharded_accumulated_grad = None
-                if hasattr(parameter, "_unsharded_param"):  # made by the first gather
+                if "_unsharded_param" in vars(parameter):  # made by the first gather
                     parameter._unsharded_param.grad = None
             unit.reshard()

@@ -168,10 +168,11 @@ class GradientBucket:
         self._works = [_start_sum(self._buffer, self._groups[0])]
 
     def finish(self) -> None:
-        """Wait until the sum is there. On an accelerator the current stream waits, not the host."""
+        """Wait until the sum is there; again, it does nothing. On an accelerator the stream waits, not the host."""
         assert self._works is not None  # the synchronizer launches all buckets before it waits
-        for work in self._works:
-            work.wait()
+        if not self._works:
+            return
+        self._works.pop().wait()
         for group in self._groups[1:]:
             _start_sum(self._buffer, group).wait()
         for index, used in enumerate(self._used):

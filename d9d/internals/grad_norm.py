@@ -1,4 +1,7 @@
 """The norm of all gradients of a job, whatever mixture of layouts its parameters have."""
+# torch exports its foreach operations under private names only (torch 2.13)
+# pyright: reportPrivateUsage=false
+# pyright: reportPrivateImportUsage=false
 
 import dataclasses
 import math
@@ -7,7 +10,7 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from d9d.core.device import accumulator_dtype
 from d9d.core.placement import groups_where, local_tensor

@@ -1,4 +1,7 @@
 """Sum gradients over the mesh dimensions where their parameters are replicated, while the backward pass still runs."""
+# torch exports its foreach operations under private names only (torch 2.13)
+# pyright: reportPrivateUsage=false
+# pyright: reportPrivateImportUsage=false
 
 from collections.abc import Sequence
 

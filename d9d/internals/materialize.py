@@ -8,6 +8,8 @@ other modules on this rank matter (a pipeline rank builds some layers only). A m
 parameters of its children directly reaches them as DTensors; random numbers are drawn full there too, by a dispatch
 mode.
 """
+# parameters are exchanged where torch keeps them, past the checks of nn.Module (torch 2.13)
+# pyright: reportPrivateUsage=false
 
 import contextlib
 import hashlib
@@ -58,7 +60,7 @@ def materialize_module(
         TypeError: If the root has no ``reset_parameters``.
         RuntimeError: If a parameter or buffer was left untouched, with the names of all of them.
     """
-    reset = getattr(module, "reset_parameters", None)
+    reset = getattr(module, "reset_parameters", None)  # introspection: torch's own convention
     if not callable(reset):
         raise TypeError(
             f"{type(module).__name__} has no reset_parameters(). It was built on the meta device, without values: "
@@ -120,7 +122,7 @@ class _FullRandom(TorchDispatchMode):
 @contextlib.contextmanager
 def _initialise_by_name(module: nn.Module, name: str, seed: int) -> Generator[None]:
     """Wrap ``reset_parameters`` of one module: seeded by its name, on full tensors."""
-    reset = getattr(module, "reset_parameters", None)
+    reset = getattr(module, "reset_parameters", None)  # introspection: torch's own convention
     if not callable(reset):
         yield
         return

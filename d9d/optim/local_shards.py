@@ -81,7 +81,7 @@ class _LocalShards:
         self._enter(optimizer)
         if closure is None:
             return args, kwargs
-        return (args[0],), {**kwargs, "closure": self._outside(optimizer, closure)}
+        return (optimizer,), {**kwargs, "closure": self._outside(optimizer, closure)}
 
     def _outside(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
         """Run the closure, which holds the user's code and the backward pass, with the DTensors in place."""
@@ -127,7 +127,7 @@ class _LocalShards:
                 if shard is not parameter and shard is not compute_leaf(parameter):
                     shard.grad = None
         if len(self._local_state) != len(self._outer_state):
-            outside = {
+            outside: dict[torch.Tensor, torch.Tensor] = {
                 shard: parameter for outer, local in self._groups for parameter, shard in zip(outer, local, strict=True)
             }
             # Some optimizers (LBFGS) keep their state under the parameter they were given, not under that of the group.
@@ -197,7 +197,7 @@ def _wrap(name: str, value: Any, parameter: nn.Parameter) -> Any:  # noqa: ANN40
     return value
 
 
-def _unwrap(name: str, value: Any, parameter: nn.Parameter) -> Any:  # noqa: ANN401  # optimizer state is anything
+def _unwrap(name: str, value: Any, parameter: torch.Tensor) -> Any:  # noqa: ANN401  # optimizer state is anything
     if not isinstance(parameter, DTensor):
         return value
     if isinstance(value, DTensor):

@@ -132,6 +132,7 @@ def torch_fsdp(kind: str, world_size: int, num_microbatches: int) -> Callable[[]
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", choices=["mlp", "transformer"], default="mlp")
+    parser.add_argument("--only", choices=["replicated", "sharded"])
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--calls", type=int, default=20)
     arguments = parser.parse_args()
@@ -140,26 +141,20 @@ def main() -> None:
     replicate = DeviceMeshParameters(data_parallel_replicate=world_size).build()
     shard = DeviceMeshParameters(data_parallel_shard=world_size).build()
     for num_microbatches in (1, 4):
-        for title, variants, baseline in (
-            (
-                "replicated",
-                {
-                    "ddp": torch_ddp(arguments.model, num_microbatches),
-                    "d9d": ours(arguments.model, replicate, num_microbatches),
-                },
-                "ddp",
-            ),
-            (
-                "sharded",
-                {
-                    "fully_shard": torch_fsdp(arguments.model, world_size, num_microbatches),
-                    "d9d": ours(arguments.model, shard, num_microbatches),
-                },
-                "fully_shard",
-            ),
-        ):
+        # Built when their turn comes, so that one comparison does not hold the memory of the other.
+        comparisons = {
+            "replicated": ("ddp", lambda model, count: torch_ddp(model, count), replicate),
+            "sharded": ("fully_shard", lambda model, count: torch_fsdp(model, world_size, count), shard),
+        }
+        for title, (peer_name, build_peer, context) in comparisons.items():
+            if arguments.only not in (None, title):
+                continue
+            variants = {
+                peer_name: build_peer(arguments.model, num_microbatches),
+                "d9d": ours(arguments.model, context, num_microbatches),
+            }
             times = time_rounds(variants, num_calls=arguments.calls, num_rounds=arguments.rounds)
-            report(f"{title}, {arguments.model}, {num_microbatches} microbatches", times, baseline)
+            report(f"{title}, {arguments.model}, {num_microbatches} microbatches", times, peer_name)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import filesystem, state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.stateful import Stateful
 
@@ -73,8 +73,11 @@ class StateCheckpointer:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
         self._dist_context.wait_world()
-        dcp.save({_STATE: state.state_dict()}, checkpoint_id=partial, no_dist=not self._dist_context.is_distributed)
-        # dcp.save returns on a rank once rank 0 has written the metadata, which comes last.
+        with _quiet_on_one_process():
+            state_dict_saver.save(
+                {_STATE: state.state_dict()}, checkpoint_id=partial, no_dist=not self._dist_context.is_distributed
+            )
+        # It returns on a rank once rank 0 has written the metadata, which comes last.
         if self._dist_context.is_main_process:
             shutil.rmtree(final, ignore_errors=True)
             partial.rename(final)
@@ -103,7 +106,7 @@ class StateCheckpointer:
         path = self._find_newest()
         if path is None:
             return
-        metadata = dcp.FileSystemReader(path).read_metadata()
+        metadata = filesystem.FileSystemReader(path).read_metadata()
         saved: SavedTensors = {
             key.removeprefix(f"{_STATE}."): value if isinstance(value, TensorStorageMetadata) else None
             for key, value in metadata.state_dict_metadata.items()
@@ -113,7 +116,7 @@ class StateCheckpointer:
         # Any: state dicts hold what their owners choose.
         loaded: dict[str, Any] = {_STATE: state.state_dict()}
         with _quiet_on_one_process():
-            dcp.load(loaded, checkpoint_id=path, no_dist=not self._dist_context.is_distributed)
+            state_dict_loader.load(loaded, checkpoint_id=path, no_dist=not self._dist_context.is_distributed)
         state.load_state_dict(loaded[_STATE])
         if self._dist_context.is_main_process:
             self._dist_context.logger.info("resumed from %s", path)

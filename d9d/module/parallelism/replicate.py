@@ -1,10 +1,12 @@
 """Replicate the parameters of a module: DTensors to the outside, plain tensors to the module's own code."""
+# parameters are exchanged where torch keeps them, past the checks of nn.Module (torch 2.13)
+# pyright: reportPrivateUsage=false
 
 from collections.abc import Iterator
 
 import torch
 from torch import nn
-from torch.distributed import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from d9d.core.compute_leaf import ReplicatedParameters
@@ -32,7 +34,7 @@ def parallelize_replicate(module: nn.Module, mesh: DeviceMesh) -> None:
         if parameter not in replicated:
             replicated[parameter] = _replicate(parameter, mesh)
         # Through setattr, since some modules keep lists of their parameters (nn.LSTM).
-        setattr(owner, name, replicated[parameter])
+        setattr(owner, name, replicated[parameter])  # introspection: any name
         slots.append((owner, name))
     hook = ReplicatedParameters(slots)
     hook.bind()

@@ -1,9 +1,11 @@
 """Shard the parameters of a module with FSDP2, which only moves data: it sums, and never averages."""
+# DTensor has no public way to restate a layout without communication (torch 2.13)
+# pyright: reportPrivateUsage=false
 
 from typing import Any
 
 from torch import nn
-from torch.distributed import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
@@ -40,7 +42,7 @@ def parallelize_fsdp(module: nn.Module, mesh: DeviceMesh, *args: Any, **kwargs: 
     # Without this FSDP multiplies by 1 inside the collective, which gloo does not offer.
     module.set_force_sum_reduction_for_comms(True)
     # Otherwise ranks that use different parameters exchange buffers of different sizes. (torch >= 2.12)
-    if hasattr(module, "set_reduce_scatter_unused_params"):
+    if hasattr(module, "set_reduce_scatter_unused_params"):  # introspection: new in torch 2.12
         module.set_reduce_scatter_unused_params(True)
 
 

@@ -120,7 +120,7 @@ def test_another_number_of_processes(degrees: dict[str, int], world: int, said: 
 
 def test_the_number_of_processes_is_checked_before_any_group(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    with pytest.raises(ValueError, match="needs 4 processes .* but the job runs 1"):
+    with pytest.raises(ValueError, match=r"needs 4 processes .* but the job runs 1"):
         DeviceMeshParameters(data_parallel_shard=4).build()
     assert not dist.is_initialized()
 
@@ -295,7 +295,7 @@ def test_slices_and_sizes_of_a_mesh():
     assert context.mesh_for(FLAT_DOMAIN).get_group() is dist.group.WORLD
     assert (context.dp_rank, context.dp_size) == (context.rank, 4)
     assert dist.get_process_group_ranks(context.data_group) == [0, 1, 2, 3]
-    with pytest.raises(ValueError, match="no domain 'sparse'. Valid: regular, dense, batch, flat, expert"):
+    with pytest.raises(ValueError, match=r"no domain 'sparse'. Valid: regular, dense, batch, flat, expert"):
         context.mesh_for("sparse")
 
 

@@ -61,7 +61,7 @@ def test_malformed_variables_are_all_named(environment: pytest.MonkeyPatch, vari
 
 def test_without_an_address_the_error_names_the_launcher(environment: pytest.MonkeyPatch):
     set_all(environment, RANK="0", WORLD_SIZE="2")
-    with pytest.raises(ValueError, match="MASTER_ADDR and MASTER_PORT not set.*torchrun --nproc-per-node 2"):
+    with pytest.raises(ValueError, match=r"MASTER_ADDR and MASTER_PORT not set.*torchrun --nproc-per-node 2"):
         DeviceMeshParameters(data_parallel_shard=2).build()
     assert not dist.is_initialized()
 

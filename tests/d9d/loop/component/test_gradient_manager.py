@@ -178,7 +178,7 @@ def test_a_step_without_weight(degrees: dict[str, int], on_zero_weight: str):
         assert manager.compute_global_loss().item() == 0.0
         assert all(grad.eq(0).all() for grad in named_full_gradients(module).values())
         if on_zero_weight == "raise":
-            with pytest.raises(RuntimeError, match="loss weights of all microbatches.*on_zero_weight"):
+            with pytest.raises(RuntimeError, match=r"loss weights of all microbatches.*on_zero_weight"):
                 manager.should_update()
             return
         assert not manager.should_update()
@@ -218,12 +218,17 @@ def test_an_interrupted_step_leaves_nothing(degrees: dict[str, int]):
     context = context_of(**degrees)
     module = distribute(build(), context)
     manager = manager_of(context, module)
-    with pytest.raises(InterruptedError), manager.install():
-        manager.set_required_accumulations(3)
-        for index in range(2):
-            manager.before_backward(index, 3)
-            manager.add_loss_with_weight(module(samples()).sum() * 100, torch.tensor(5.0)).backward()
-        raise InterruptedError
+
+    def interrupted_step() -> None:
+        with manager.install():
+            manager.set_required_accumulations(3)
+            for index in range(2):
+                manager.before_backward(index, 3)
+                manager.add_loss_with_weight(module(samples()).sum() * 100, torch.tensor(5.0)).backward()
+            raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        interrupted_step()
     assert all(parameter.grad is None for parameter in module.parameters())
     loss, grads = mean_step(samples())
     for _ in range(2):
@@ -257,8 +262,8 @@ def test_gradients_in_another_dtype():
 def test_fsdp_makes_gradients_of_its_own_dtype():
     context = context_of(data_parallel_shard=2)
     module = distribute(build(torch.bfloat16), context)
+    installed = manager_of(context, module, grad_dtype="float32").install()
     with pytest.raises(NotImplementedError, match=r"grad_dtype \(torch.float32\).*MixedPrecisionPolicy"):
-        with manager_of(context, module, grad_dtype="float32").install():
-            pass
+        installed.__enter__()
     with manager_of(context, module, grad_dtype="bfloat16").install():
         pass

@@ -227,7 +227,7 @@ def test_a_size_of_one_stays_out_of_the_way():
 @pytest.mark.world_size(4)
 def test_wrong_meshes():
     mesh = dense_mesh(data_parallel_replicate=2, data_parallel_shard=2)
-    with pytest.raises(ValueError, match="one mesh dimension, got .*'dp_replicate', 'dp_cp_shard'"):
+    with pytest.raises(ValueError, match=r"one mesh dimension, got .*'dp_replicate', 'dp_cp_shard'"):
         parallelize_fsdp(build(), mesh["dp_replicate", "dp_cp_shard"])
     with pytest.raises(ValueError, match="not 'shards'"):
         parallelize_hsdp(build(), mesh, shard_dim="shards")
