@@ -37,6 +37,7 @@ def _watch(parent_pid: int, is_over: threading.Event) -> None:
         if is_over.wait(_PERIOD_S):
             return
     if not is_over.wait(_GRACE_S):
-        print(f"[d9d] process {parent_pid}, which started this one, is gone. Exiting.", file=sys.stderr, flush=True)
+        sys.stderr.write(f"[d9d] process {parent_pid}, which started this one, is gone. Exiting.\n")
+        sys.stderr.flush()
         # Not sys.exit: the main thread may be inside a collective that never returns.
         os._exit(1)

@@ -26,25 +26,35 @@ class FsdpAccumulation:
             keep_sharded: Sum and free after every microbatch, with the least memory.
         """
         found = (child for module in modules for child in module.modules())
-        self._units = [] if keep_sharded else [child for child in found if isinstance(child, FSDPModule)]
+        self._units = [child for child in found if isinstance(child, FSDPModule)]
+        self._keep_sharded = keep_sharded
         self._is_last = True
         self._stays_gathered = False
 
     def start_pack(self, num_microbatches: int) -> None:
         """Prepare for a number of microbatches that belong to one step, before the first forward pass."""
-        if num_microbatches > 1 and not self._stays_gathered:
+        if num_microbatches > 1 and not self._stays_gathered and not self._keep_sharded:
             self._stays_gathered = True
             for unit in self._units:
                 unit.set_reshard_after_forward(False, recurse=False)
 
     def before_backward(self, *, is_last: bool) -> None:
         """Sum gradients in the next backward pass if it is the last one of the step, and only then."""
-        if is_last == self._is_last:
+        if is_last == self._is_last or self._keep_sharded:
             return
         self._is_last = is_last
         for unit in self._units:
             unit.set_requires_gradient_sync(is_last, recurse=False)
             unit.set_reshard_after_backward(is_last, recurse=False)
+
+    def after_update(self) -> None:
+        """Free what is gathered, after an optimizer step has changed the shards.
+
+        FSDP does not gather again what it holds: a forward pass without a backward pass just before the step (a hook
+        that looks at predictions) would leave the old values in place.
+        """
+        for unit in self._units:
+            unit.reshard()
 
     def abandon_pack(self) -> None:
         """Drop the gradients that backward passes without a sum have left in the units, after an interruption.

@@ -6,6 +6,7 @@
 import dataclasses
 import math
 from collections.abc import Iterable
+from typing import Self
 
 import torch
 import torch.distributed as dist
@@ -38,15 +39,22 @@ class ShardedAlike:
     """Groups over which each parameter is cut in parts."""
     parameters: tuple[nn.Parameter, ...]
     """At least one parameter."""
+    device: torch.device
+    """Device of the gradients."""
+    dtype: torch.dtype
+    """Type that holds the norm of all of them: that of the gradients, and at least float32."""
+
+    @classmethod
+    def of(cls, shard_groups: tuple[dist.ProcessGroup, ...], parameters: list[nn.Parameter]) -> Self:
+        """Look up, once, what the parameters have in common."""
+        dtype = torch.float32
+        for parameter in parameters:
+            dtype = torch.promote_types(dtype, parameter.grad_dtype or parameter.dtype)
+        return cls(shard_groups=shard_groups, parameters=tuple(parameters), device=parameters[0].device, dtype=dtype)
 
     def with_tensors(self, tensors: list[torch.Tensor]) -> LocalGradients:
         """Return the given gradients of these parameters."""
-        dtype = torch.float32
-        for parameter in self.parameters:
-            dtype = torch.promote_types(dtype, parameter.grad_dtype or parameter.dtype)
-        return LocalGradients(
-            shard_groups=self.shard_groups, tensors=tensors, device=self.parameters[0].device, dtype=dtype
-        )
+        return LocalGradients(shard_groups=self.shard_groups, tensors=tensors, device=self.device, dtype=self.dtype)
 
     def local_gradients(self) -> LocalGradients:
         """Return the gradients that the parameters have now."""
@@ -71,9 +79,7 @@ def group_parameters_for_norm(parameters: Iterable[nn.Parameter]) -> ParametersF
     groups: dict[tuple[dist.ProcessGroup, ...], list[nn.Parameter]] = {}
     for parameter in dict.fromkeys(parameters):
         groups.setdefault(groups_where(parameter, replicated=False), []).append(parameter)
-    return ParametersForNorm(
-        tuple(ShardedAlike(shard_groups=key, parameters=tuple(members)) for key, members in groups.items())
-    )
+    return ParametersForNorm(tuple(ShardedAlike.of(key, members) for key, members in groups.items()))
 
 
 def clip_grad_norm_distributed_(

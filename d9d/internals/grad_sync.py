@@ -40,7 +40,7 @@ class GradientSynchronizer:
         self._bucket_size_bytes = bucket_size_mb * 2**20
         self._buckets: list[GradientBucket] = []
         self._unbucketed: list[nn.Parameter] = []
-        self._norm_groups: tuple[ShardedAlike, ...] = ()
+        self._norm_parts: list[tuple[ShardedAlike, list[GradientBucket], list[nn.Parameter]]] = []
         self._handles: list[RemovableHandle] = []
         self._next_bucket = 0
 
@@ -54,8 +54,7 @@ class GradientSynchronizer:
                     self._buckets.append(GradientBucket(parameters, groups))
                 else:
                     self._unbucketed.extend(parameters)
-        parameters = [parameter for bucket in self._buckets for parameter in bucket.parameters] + self._unbucketed
-        self._norm_groups = group_parameters_for_norm(parameters).groups
+        self._norm_parts = self._group_for_norm()
         for bucket in self._buckets:
             for index, leaf in enumerate(bucket.leaves):
                 hook = bucket.build_hook(index, self._launch_complete)
@@ -69,7 +68,7 @@ class GradientSynchronizer:
             bucket.detach()
         for parameter in self._unbucketed:
             parameter.grad = None
-        self._handles, self._buckets, self._unbucketed, self._norm_groups = [], [], [], ()
+        self._handles, self._buckets, self._unbucketed, self._norm_parts = [], [], [], []
 
     def set_required_accumulations(self, require_accumulations: int) -> None:
         """Start a pack: sum a bucket once each of its parameters has got this many gradients.
@@ -92,7 +91,7 @@ class GradientSynchronizer:
     @torch.no_grad()
     def scale_grads(self, factor: torch.Tensor) -> None:
         """Multiply all gradients by a scalar tensor on their device."""
-        tensors = [bucket.payload for bucket in self._buckets] + self._unbucketed_gradients()
+        tensors = [bucket.payload for bucket in self._buckets] + _local_gradients_of(self._unbucketed)
         if tensors:
             torch._foreach_mul_(tensors, factor)
 
@@ -106,24 +105,29 @@ class GradientSynchronizer:
 
     def local_gradients(self) -> list[LocalGradients]:
         """Return this rank's gradients, grouped by how their parameters are sharded; buckets as one vector each."""
-        tensors: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = {
-            group.shard_groups: [] for group in self._norm_groups
-        }
-        for bucket in self._buckets:
-            tensors[bucket.shard_groups].append(bucket.payload)
-        for parameter in self._unbucketed:
-            if parameter.grad is not None:
-                tensors[groups_where(parameter, replicated=False)].append(local_tensor(parameter.grad))
-        return [group.with_tensors(tensors[group.shard_groups]) for group in self._norm_groups]
+        return [
+            group.with_tensors([bucket.payload for bucket in buckets] + _local_gradients_of(unbucketed))
+            for group, buckets, unbucketed in self._norm_parts
+        ]
+
+    def _group_for_norm(self) -> list[tuple[ShardedAlike, list[GradientBucket], list[nn.Parameter]]]:
+        """Sort buckets and unbucketed parameters by what they are sharded over."""
+        bucketed = [parameter for bucket in self._buckets for parameter in bucket.parameters]
+        unbucketed = set(self._unbucketed)
+        return [
+            (
+                group,
+                [bucket for bucket in self._buckets if bucket.shard_groups == group.shard_groups],
+                [parameter for parameter in group.parameters if parameter in unbucketed],
+            )
+            for group in group_parameters_for_norm([*bucketed, *self._unbucketed]).groups
+        ]
 
     def _launch_complete(self) -> None:
         """Start the buckets that are complete, up to the first that is not."""
         while self._next_bucket < len(self._buckets) and self._buckets[self._next_bucket].is_complete:
             self._buckets[self._next_bucket].launch()
             self._next_bucket += 1
-
-    def _unbucketed_gradients(self) -> list[torch.Tensor]:
-        return [local_tensor(parameter.grad) for parameter in self._unbucketed if parameter.grad is not None]
 
     def _fill_buckets(
         self, parameters: Sequence[nn.Parameter]
@@ -149,3 +153,7 @@ class GradientSynchronizer:
                 num_bytes += size
             buckets.append((bucket, groups))
         return buckets
+
+
+def _local_gradients_of(parameters: Sequence[nn.Parameter]) -> list[torch.Tensor]:
+    return [local_tensor(parameter.grad) for parameter in parameters if parameter.grad is not None]

@@ -143,7 +143,7 @@ def main() -> None:
     for num_microbatches in (1, 4):
         # Built when their turn comes, so that one comparison does not hold the memory of the other.
         comparisons = {
-            "replicated": ("ddp", lambda model, count: torch_ddp(model, count), replicate),
+            "replicated": ("ddp", torch_ddp, replicate),
             "sharded": ("fully_shard", lambda model, count: torch_fsdp(model, world_size, count), shard),
         }
         for title, (peer_name, build_peer, context) in comparisons.items():

@@ -9,7 +9,9 @@ import torch
 import torch.distributed as dist
 
 
-def time_rounds(variants: dict[str, Callable[[], object]], *, num_calls: int, num_rounds: int) -> dict[str, list[float]]:
+def time_rounds(
+    variants: dict[str, Callable[[], object]], *, num_calls: int, num_rounds: int
+) -> dict[str, list[float]]:
     """Return, per variant and round, the 20th percentile of the times of single calls in microseconds, slowest rank.
 
     Variants take turns, in alternating order. The percentile leaves out calls that other processes have interrupted.

@@ -128,7 +128,10 @@ def run_trainer(width: int, pack: list[Batch], steps: int) -> list[float]:
             }
         )
         optimizer = TypeAdapter(AutoOptimizerConfig).validate_python({"name": "adamw", "lr": 1e-3})
-        schedule = {"initial_multiplier": 1.0, "phases": [{"mode": "rest", "target_multiplier": 0.1, "curve": {"type": "cosine"}}]}
+        schedule = {
+            "initial_multiplier": 1.0,
+            "phases": [{"mode": "rest", "target_multiplier": 0.1, "curve": {"type": "cosine"}}],
+        }
         lr_scheduler = TypeAdapter(AutoLRSchedulerConfig).validate_python({"name": "piecewise", "scheduler": schedule})
         durations: list[float] = []
         trainer = TrainingConfigurator(
@@ -177,8 +180,7 @@ def main() -> None:
     extra_us: list[float] = []
     for _ in range(arguments.rounds):
         ours, bare = (
-            sorted(run(arguments.width, pack, arguments.steps))[arguments.steps // 5]
-            for run in (run_trainer, run_bare)
+            sorted(run(arguments.width, pack, arguments.steps))[arguments.steps // 5] for run in (run_trainer, run_bare)
         )
         ratios.append(ours / bare)
         extra_us.append((ours - bare) * 1e6)

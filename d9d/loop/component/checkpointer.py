@@ -4,7 +4,7 @@ import contextlib
 import re
 import shutil
 import warnings
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -69,26 +69,44 @@ class StateCheckpointer:
         final = self._save_dir / f"save-{self._schedule.current_step}"
         partial = final.with_name(f"{final.name}.partial")
         self._gc.collect_forced()
-        if self._dist_context.is_main_process:
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
-        self._dist_context.wait_world()
+        self._on_main_process(partial, lambda: _make_empty(partial))
         with _quiet_on_one_process():
             state_dict_saver.save(
                 {_STATE: state.state_dict()}, checkpoint_id=partial, no_dist=not self._dist_context.is_distributed
             )
         # It returns on a rank once rank 0 has written the metadata, which comes last.
-        if self._dist_context.is_main_process:
-            shutil.rmtree(final, ignore_errors=True)
-            partial.rename(final)
-            self._purge()
-            self._dist_context.logger.info("saved checkpoint %s", final)
-        self._dist_context.wait_world()
+        self._on_main_process(final, lambda: self._commit(partial, final))
 
-    def _purge(self) -> None:
+    def _on_main_process(self, path: Path, action: Callable[[], None]) -> None:
+        """Run an action on rank 0 while the others wait, and fail on all ranks if it fails.
+
+        Raises:
+            RuntimeError: With the path and the reason.
+        """
+        cause: OSError | None = None
+        if self._dist_context.is_main_process:
+            try:
+                action()
+            except OSError as error:
+                cause = error
+        reason = [None if cause is None else str(cause)]
+        if self._dist_context.is_distributed:
+            dist.broadcast_object_list(reason, src=0)
+        if reason[0] is not None:
+            raise RuntimeError(f"rank 0 could not write the checkpoint {path}: {reason[0]}") from cause
+
+    def _commit(self, partial: Path, final: Path) -> None:
+        """Give a complete checkpoint its name, and only then remove older ones."""
+        replaced = final.with_name(f"{final.name}.replaced")
+        if final.exists():
+            shutil.rmtree(replaced, ignore_errors=True)
+            final.rename(replaced)
+        partial.rename(final)
+        shutil.rmtree(replaced, ignore_errors=True)
         if self._config.num_to_keep is not None:
             for _, path in self._list_complete()[: -self._config.num_to_keep]:
                 shutil.rmtree(path)
+        self._dist_context.logger.info("saved checkpoint %s", final)
 
     def _list_complete(self) -> list[tuple[int, Path]]:
         """Return the complete checkpoints, oldest step first."""
@@ -129,6 +147,11 @@ class StateCheckpointer:
         if self._dist_context.is_distributed:
             dist.broadcast_object_list(newest, src=0)
         return None if newest[0] is None else Path(newest[0])
+
+
+def _make_empty(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
 
 
 @contextlib.contextmanager

@@ -172,7 +172,8 @@ class GradientManager:
         return self._num_losses > 0
 
     def zero_grad(self) -> None:
-        """Clear gradients, losses and weights for the next step."""
+        """Clear gradients, losses and weights for the next step, once the parameters are updated."""
+        self._fsdp.after_update()
         self._synchronizer.zero_grad()
         self._start_totals_anew()
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from d9d.core.compute_leaf import ReplicatedParameters
+from d9d.core.compute_leaf import ParameterSlots, ReplicatedParameters
 from d9d.core.placement import has_compute_leaf, local_tensor, set_compute_leaf
 
 
@@ -29,16 +29,17 @@ def parallelize_replicate(module: nn.Module, mesh: DeviceMesh) -> None:
     replicated: dict[nn.Parameter, nn.Parameter] = {}
     slots: list[tuple[nn.Module, str]] = []
     for owner, name, parameter in _named_slots(module):
-        if isinstance(parameter, DTensor) and parameter not in replicated:
+        if isinstance(parameter, DTensor):
             continue
         if parameter not in replicated:
             replicated[parameter] = _replicate(parameter, mesh)
+        slots.append((owner, name))
         # Through setattr, since some modules keep lists of their parameters (nn.LSTM).
         setattr(owner, name, replicated[parameter])  # introspection: any name
-        slots.append((owner, name))
-    hook = ReplicatedParameters(slots)
-    hook.bind()
-    module.register_forward_pre_hook(hook)
+    for owner in dict.fromkeys(owner for owner, _ in slots):
+        owner._parameters = ParameterSlots(owner, {name for module, name in slots if module is owner})
+    if slots:
+        module.register_forward_pre_hook(ReplicatedParameters(slots))
 
 
 def replicated_parameters(module: nn.Module) -> set[nn.Parameter]:

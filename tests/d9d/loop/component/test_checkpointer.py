@@ -130,7 +130,7 @@ def test_an_interrupted_save_keeps_the_old_ones(tmp_path: Path, monkeypatch: pyt
 
     with monkeypatch.context() as patched:
         patched.setattr(Path, "rename", fails)
-        with pytest.raises(OSError, match="No space"):
+        with pytest.raises(RuntimeError, match=r"could not write the checkpoint .*save-2: .*No space"):
             job.train(1)
     assert saved_steps(tmp_path) == ["save-1", "save-2.partial"]
     again = Job(tmp_path, local(), keep=1)
@@ -193,3 +193,13 @@ def test_only_trainable_entries():
     assert_close_tree(everything_tracked.state_dict()["pp_0_stage_0"], dict(module.state_dict()), atol=0, rtol=0)
     with pytest.raises(RuntimeError, match=r"pp_0_stage_0: missing \['bias', 'table'\], unexpected \['other'\]"):
         everything_tracked.load_state_dict({"pp_0_stage_0": {"weight": torch.ones(2, 2), "other": torch.ones(1)}})
+
+
+@pytest.mark.world_size(2)
+def test_what_rank_0_cannot_write_fails_on_all_ranks(tmp_path):
+    if dist.get_rank() == 0:
+        (tmp_path / "run").write_text("a file where the folder of the run should be")
+    dist.barrier()
+    job = Job(tmp_path, DeviceMeshParameters(data_parallel_shard=2).build())
+    with pytest.raises(RuntimeError, match=r"rank 0 could not write the checkpoint .*save-1"):
+        job.train(1)

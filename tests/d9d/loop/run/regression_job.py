@@ -185,7 +185,10 @@ def build_job(
     data = AutoDataConfig(
         global_batch_size=GLOBAL_BATCH_SIZE, microbatch_size=microbatch_size, num_workers=0, pin_memory=False
     )
-    schedule = {"initial_multiplier": 1.0, "phases": [{"mode": "rest", "target_multiplier": 0.1, "curve": {"type": "linear"}}]}
+    schedule = {
+        "initial_multiplier": 1.0,
+        "phases": [{"mode": "rest", "target_multiplier": 0.1, "curve": {"type": "linear"}}],
+    }
     task = Task(weight)
     trainer = TrainingConfigurator(
         mesh=mesh,

@@ -220,6 +220,25 @@ def test_a_copy_computes_with_its_own_values():
 
 
 @pytest.mark.world_size(2)
+def test_a_part_of_a_replicated_module_can_be_copied_and_called_alone():
+    module = build_replicated()
+    part = module[0]
+    x = batch_of(0)
+    twin = copy.deepcopy(part)
+    with torch.no_grad():
+        twin.weight.zero_()
+        twin.bias.fill_(3)
+    assert twin(x).eq(3).all()
+    assert not part(x).eq(3).all()
+    values = {name: torch.full(tensor.shape, 0.5).double() for name, tensor in part.state_dict().items()}
+    expected = 0.5 * x.sum(-1, keepdim=True) + 0.5
+    torch.testing.assert_close(torch.func.functional_call(part, values, (x,)), expected.expand(-1, part.out_features))
+    assert not isinstance(part.weight, DTensor)
+    del part.bias
+    assert "bias" not in vars(part)
+
+
+@pytest.mark.world_size(2)
 def test_dtype_and_requires_grad_follow():
     module = build_replicated()
     module.float()
