@@ -81,12 +81,12 @@ def bind_compute_leaves(module: nn.Module) -> None:
                 hook.bind()
 
 
-def _is_bound(owner: nn.Module, name: str, parameter: DTensor) -> bool:
+def _is_bound(owner: nn.Module, name: str, parameter: nn.Parameter) -> bool:
     leaf = vars(owner).get(name)
     return (
         leaf is not None
         and leaf is compute_leaf(parameter)
-        and leaf.data_ptr() == parameter._local_tensor.data_ptr()
+        and leaf.data_ptr() == local_tensor(parameter).data_ptr()
         and leaf.requires_grad == parameter.requires_grad
     )
 
