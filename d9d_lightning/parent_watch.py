@@ -9,8 +9,8 @@ from collections.abc import Generator
 _PERIOD_S = 1.0
 """How often to look: a job that lost its launcher must be gone within seconds."""
 
-_GRACE_S = 4.0
-"""For a process that is about to end by itself, with an error of its own to print."""
+_GRACE_S = 20.0
+"""For a process that is about to end by itself: with an error of its own to print, or just slower than its launcher."""
 
 
 @contextlib.contextmanager

@@ -5,7 +5,8 @@ from typing import Literal
 
 import pytest
 
-OutcomeKind = Literal["passed", "failed", "skipped", "xfailed"]
+OutcomeKind = Literal["passed", "failed", "skipped", "xfailed", "no_group"]
+"""How a task ended; "no_group": its ranks could not connect, before the test began."""
 
 RANK_FIXTURES = {"monkeypatch": pytest.MonkeyPatch}
 """Fixtures that act on the process of the test: they are not sent, each rank builds its own."""

@@ -79,7 +79,17 @@ class RankPool:
         self._ranks: list[RankProcess] = []
 
     def run(self, call: TestCall, world_size: int, timeout_s: float) -> list[RankReport]:
-        """Run a test and return a report per rank. Blocks until all ranks ended, or are given up."""
+        """Run a test and return a report per rank. Blocks until all ranks ended, or are given up.
+
+        Ranks that could not connect are replaced, once: on a busy machine gloo now and then loses a connection while it
+        makes them, and the test has not begun by then.
+        """
+        reports = self._run_once(call, world_size, timeout_s)
+        if any(report.kind == "no_group" for report in reports):
+            reports = self._run_once(call, world_size, timeout_s)
+        return reports
+
+    def _run_once(self, call: TestCall, world_size: int, timeout_s: float) -> list[RankReport]:
         self._grow(world_size)
         self._num_tests += 1
         run_directory = self._directory / f"test-{self._num_tests}"

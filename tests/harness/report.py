@@ -8,7 +8,7 @@ from tests.harness.pool import RankReport
 _MAX_OUTPUT_CHARS = 20_000
 
 # By rank of interest. The dead come first: their peers then fail with "connection closed", which explains nothing.
-_CAUSES = {"died": 0, "failed": 1}
+_CAUSES = {"died": 0, "failed": 1, "no_group": 2}
 
 
 def describe_failure(reports: Sequence[RankReport]) -> str:

@@ -83,6 +83,9 @@ def _run_task(task: RankTask, connection: Connection, commands: SimpleQueue[Comm
 def _run_body(task: RankTask, group: ExitStack) -> RankOutcome:
     try:
         group.enter_context(rank_state.process_group(task.rank, task.world_size, task.store_path, task.timeout_s))
+    except RuntimeError as error:
+        return RankOutcome("no_group", _format_error(error))
+    try:
         # Imported before the seeds are set: a module may draw numbers when it is imported for the first time.
         test = import_test(task.call.source)
         arguments = pickle.loads(task.call.arguments)  # noqa: S301 - written by the pytest process

@@ -38,7 +38,7 @@ def test_ranks_and_their_children_end_with_pytest(tmp_path: Path) -> None:
     for name, ending in endings.items():
         pids = _wait_for_pids(tmp_path / name)
         runs[name].send_signal(ending)
-        runs[name].wait(timeout=20)
+        runs[name].wait(timeout=60)
         _wait_for(lambda pids=pids: not any(_is_alive(pid) for pid in pids), limit_s=10)
 
 
