@@ -17,10 +17,10 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
-from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
 
 from d9d.core.dist_context import DENSE_DOMAIN, DistributedContext
+from d9d.core.fsdp_internals import fsdp_parameters, gathered_parameter
 from d9d.core.placement import compute_leaf, has_compute_leaf
 from d9d.module.parallelism.api import parallelize_hsdp, parallelize_replicate
 from d9d.module.parallelism.units import repeated_blocks, wrap_by_size
@@ -210,7 +210,7 @@ class FlagFollower:
         self._leaves = [(parameter, compute_leaf(parameter)) for parameter in parameters if has_compute_leaf(parameter)]
         self._gathered = [
             fsdp_parameter
-            for fsdp_parameter in (_fsdp_parameters(root) if isinstance(root, FSDPModule) else ())
+            for fsdp_parameter in (fsdp_parameters(root) if isinstance(root, FSDPModule) else ())
             if fsdp_parameter.sharded_param in parameters
         ]
 
@@ -232,8 +232,7 @@ class FlagFollower:
             if parameter.requires_grad is not leaf.requires_grad:
                 leaf.requires_grad_(parameter.requires_grad)
         for fsdp_parameter in self._gathered:
-            # FSDP makes it when it first gathers.
-            gathered = vars(fsdp_parameter).get("_unsharded_param")
+            gathered = gathered_parameter(fsdp_parameter)
             if gathered is not None and gathered.requires_grad is not fsdp_parameter.sharded_param.requires_grad:
                 gathered.requires_grad_(fsdp_parameter.sharded_param.requires_grad)
 
@@ -245,11 +244,6 @@ def outermost_with_forward(module: nn.Module) -> Iterator[nn.Module]:
             yield from outermost_with_forward(child)
         else:
             yield child
-
-
-def _fsdp_parameters(module: FSDPModule) -> Iterator[FSDPParam]:
-    for group in module._get_fsdp_state()._fsdp_param_groups:
-        yield from group.fsdp_params
 
 
 @torch.no_grad()

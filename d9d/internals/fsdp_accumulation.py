@@ -1,11 +1,11 @@
 """Accumulate gradients over microbatches under FSDP without a collective until the last of them."""
-# FSDP offers no public way to drop accumulated gradients (torch 2.13)
-# pyright: reportPrivateUsage=false
 
 from collections.abc import Iterable
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+
+from d9d.core.fsdp_internals import fsdp_parameters, gathered_parameter
 
 
 class FsdpAccumulation:
@@ -65,9 +65,9 @@ class FsdpAccumulation:
             return
         self.before_backward(is_last=True)
         for unit in self._units:
-            group = unit._get_fsdp_state()._fsdp_param_group
-            for parameter in group.fsdp_params if group is not None else []:
+            for parameter in fsdp_parameters(unit):
                 parameter.unsharded_accumulated_grad = None
-                if "_unsharded_param" in vars(parameter):  # made by the first gather
-                    parameter._unsharded_param.grad = None
+                gathered = gathered_parameter(parameter)
+                if gathered is not None:
+                    gathered.grad = None
             unit.reshard()

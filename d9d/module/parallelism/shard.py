@@ -10,6 +10,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
+from d9d.core.fsdp_internals import count_unused_as_zero
 from d9d.module.parallelism.replicate import parallelize_replicate, replicated_parameters
 
 
@@ -41,9 +42,7 @@ def parallelize_fsdp(module: nn.Module, mesh: DeviceMesh, *args: Any, **kwargs: 
     module.set_gradient_divide_factor(1.0)
     # Without this FSDP multiplies by 1 inside the collective, which gloo does not offer.
     module.set_force_sum_reduction_for_comms(True)
-    # Otherwise ranks that use different parameters exchange buffers of different sizes. (torch >= 2.12)
-    if hasattr(module, "set_reduce_scatter_unused_params"):  # introspection: new in torch 2.12
-        module.set_reduce_scatter_unused_params(True)
+    count_unused_as_zero(module)
 
 
 def parallelize_hsdp(

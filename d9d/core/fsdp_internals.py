@@ -1,0 +1,56 @@
+"""What we need of FSDP2 and it has no public name for, in torch 2.11 to 2.14. Nothing else looks inside it."""
+# pyright: reportPrivateUsage=false
+
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+
+def fsdp_parameters(unit: FSDPModule) -> list[FSDPParam]:
+    """Return FSDP's records of the parameters that belong to a unit itself, not to units below it."""
+    return [parameter for group in _param_groups(unit) for parameter in group.fsdp_params]
+
+
+def gathered_parameter(parameter: FSDPParam) -> torch.Tensor | None:
+    """Return the full parameter that FSDP computes with; None before it has gathered for the first time."""
+    return vars(parameter).get("_unsharded_param")
+
+
+def count_unused_as_zero(unit: FSDPModule) -> None:
+    """Let a parameter without a gradient take part in the unit's sums with zeros.
+
+    Otherwise ranks that use different parameters would exchange buffers of different sizes: a hang, or garbage.
+    """
+    if hasattr(unit, "set_reduce_scatter_unused_params"):  # introspection: torch 2.13 and newer
+        unit.set_reduce_scatter_unused_params(True)
+        return
+
+    for group in _param_groups(unit):
+        _fill_before_reduce(group)
+
+
+def _param_groups(unit: FSDPModule) -> list[FSDPParamGroup]:
+    state = vars(unit._get_fsdp_state())
+    groups = state["_fsdp_param_groups"] if "_fsdp_param_groups" in state else [state["_fsdp_param_group"]]
+    return [group for group in groups if group is not None]
+
+
+def _fill_before_reduce(group: FSDPParamGroup) -> None:
+    post_backward = group.post_backward
+
+    def fill_and_reduce(*unused: Any) -> None:  # what autograd hands on
+        for parameter in group.fsdp_params if group.reduce_grads else ():
+            gathered = gathered_parameter(parameter)
+            if (
+                gathered is not None
+                and gathered.requires_grad
+                and gathered.grad is None
+                and parameter.unsharded_accumulated_grad is None
+            ):
+                gathered.grad = torch.zeros_like(gathered)
+        post_backward(*unused)
+
+    vars(group)["post_backward"] = fill_and_reduce
