@@ -27,7 +27,6 @@ def count_unused_as_zero(unit: FSDPModule) -> None:
     if hasattr(unit, "set_reduce_scatter_unused_params"):  # introspection: torch 2.13 and newer
         unit.set_reduce_scatter_unused_params(True)
         return
-
     for group in _param_groups(unit):
         _fill_before_reduce(group)
 
