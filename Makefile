@@ -9,6 +9,7 @@ PYTEST_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+TWO_RANKS := OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 2
 
 # The pinned pyright is the one we want: do not look for a newer one.
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
@@ -43,11 +44,11 @@ check: $(INSTALLED) ## lint, format, types and import layers (nothing is changed
 docs: $(INSTALLED) ## check the links and doctests of docs/ and render it into site/
 	$(BIN)/python docs/build.py site
 
-bench: $(INSTALLED) ## run the benchmarks
-	@for script in tests/benchmarks/bench_*.py; do \
-		test -e "$$script" || { echo "there is no benchmark yet"; exit 0; }; \
-		$(BIN)/python "$$script" || exit 1; \
-	done
+bench: $(INSTALLED) ## run the benchmarks, some minutes on a quiet machine (figures: docs/benchmarks.md)
+	$(BIN)/python -m tests.benchmarks.trainer_overhead --width 32
+	$(BIN)/python -m tests.benchmarks.trainer_overhead --width 512
+	for model in mlp transformer; do $(TWO_RANKS) -m tests.benchmarks.data_parallel --model $$model || exit 1; done
+	$(TWO_RANKS) -m tests.benchmarks.lightning_strategy
 
 clean: ## remove .venv, caches and what was built (runs/ stays)
 	rm -rf $(VENV) build dist site *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
