@@ -7,8 +7,10 @@ import math
 from collections.abc import Generator, Sequence
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from d9d.core.placement import compute_leaf, groups_where, like_parameter, local_tensor, trainable
@@ -24,7 +26,7 @@ class OptimizerGradients:
     data-parallel ranks. If gradients are not cleared before the next backward pass (manual optimization with two
     ``manual_backward`` calls before one step), what is there already is a mean, the same on all ranks that a bucket
     sums over, and must not be summed again. A later sum over ``g`` ranks and division by ``dp`` would turn ``m`` into
-    ``m * g / dp``, so it is multiplied by ``dp / g`` first. Replicated parameters are summed over all data-parallel
+    ``m * g / dp``, so it is multiplied by ``dp / g`` first. Plain parameters are summed over all data-parallel
     ranks, ``g = dp``. Under FSDP the sharded sum is added to what is there without summing that, ``g = 1``. Under HSDP
     the bucket then sums over the replicas, ``g = dp / shard``.
 
@@ -36,7 +38,7 @@ class OptimizerGradients:
     def __init__(
         self,
         parameter_lists: Sequence[list[nn.Parameter]],
-        dp_size: int,
+        data_groups: tuple[dist.ProcessGroup, ...],
         bucket_size_mb: int,
         device: torch.device,
     ) -> None:
@@ -44,14 +46,17 @@ class OptimizerGradients:
 
         Args:
             parameter_lists: The optimizer's parameters, then those that are cleared with them; no bucket spans both.
-            dp_size: Number of data-parallel ranks.
+            data_groups: Groups of the data-parallel mesh dimensions, innermost first.
             bucket_size_mb: Size of a bucket in MiB.
             device: Device of the parameters.
         """
         self._parameters = [parameter for parameters in parameter_lists for parameter in trainable(parameters)]
         self._cleared_by_optimizer = trainable(parameter_lists[0]) or self._parameters
-        self._sync = GradientSynchronizer([list(parameters) for parameters in parameter_lists], bucket_size_mb)
+        self._sync = GradientSynchronizer(
+            [list(parameters) for parameters in parameter_lists], bucket_size_mb, plain_groups=data_groups
+        )
         self._sync.bind()
+        dp_size = math.prod(group.size() for group in data_groups)
         is_double = any(parameter.dtype == torch.float64 for parameter in self._parameters)
         self._inverse_dp_size = torch.tensor(
             1.0 / dp_size, dtype=torch.float64 if is_double else torch.float32, device=device
@@ -130,7 +135,7 @@ class DataParallelGradients:
         module: nn.Module,
         optimizers: Sequence[Optimizer],
         *,
-        dp_size: int,
+        data_groups: tuple[dist.ProcessGroup, ...],
         bucket_size_mb: int,
         device: torch.device,
         stays_gathered: bool,
@@ -140,19 +145,20 @@ class DataParallelGradients:
         Args:
             module: The LightningModule.
             optimizers: Optimizers of its parameters.
-            dp_size: Number of data-parallel ranks.
+            data_groups: Groups of the data-parallel mesh dimensions, innermost first.
             bucket_size_mb: Size of a bucket in MiB.
             device: Device of the parameters.
             stays_gathered: Whether FSDP units stay gathered between the batches that accumulate.
         """
         self._module = module
         self._optimizers = optimizers
-        self._dp_size = dp_size
+        self._data_groups = data_groups
         self._bucket_size_mb = bucket_size_mb
         self._device = device
         self._stays_gathered = stays_gathered
         self._fsdp = FsdpAccumulation([module])
         self._blocks = 0
+        self._begins_window = True
         self._parts: list[OptimizerGradients] = []
         self._frozen: list[nn.Parameter] = []
         self._followed: list[Optimizer | LightningOptimizer] = []
@@ -173,6 +179,11 @@ class DataParallelGradients:
         vars(optimizer)["zero_grad"] = zero_and_abandon
         self._followed.append(optimizer)
 
+    @property
+    def begins_window(self) -> bool:
+        """Whether the next backward pass is the first since gradients were summed."""
+        return self._begins_window
+
     @contextlib.contextmanager
     def block_sums(self) -> Generator[None]:
         """Let backward passes inside only accumulate, without any collective."""
@@ -192,7 +203,7 @@ class DataParallelGradients:
         """
         if any(parameter.requires_grad for parameter in self._frozen):
             self._rebuild()
-        is_last = not self._blocks
+        is_last = self._begins_window = not self._blocks
         for part in self._parts:
             if part.is_active:
                 part.before_backward(sums_early=is_last and len(self._parts) == 1)
@@ -221,7 +232,7 @@ class DataParallelGradients:
         # What no optimizer holds is cleared with the first, as nobody else would.
         first, *others = own or [[]]
         self._parts = [
-            OptimizerGradients(part, self._dp_size, self._bucket_size_mb, self._device)
+            OptimizerGradients(part, self._data_groups, self._bucket_size_mb, self._device)
             for part in ([first, rest], *([other] for other in others))
             if any(part)
         ]
@@ -256,6 +267,8 @@ def _parameters_by_optimizer(module: nn.Module, optimizers: Sequence[Optimizer])
 def _by_restoring_factor(parameters: Sequence[nn.Parameter], dp_size: int) -> dict[float, list[nn.Parameter]]:
     factors: dict[float, list[nn.Parameter]] = {}
     for parameter in parameters:
+        if not isinstance(parameter, DTensor):
+            continue
         num_summed = math.prod(group.size() for group in groups_where(parameter, replicated=True))
         if num_summed != dp_size:
             factors.setdefault(dp_size / num_summed, []).append(parameter)

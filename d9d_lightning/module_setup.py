@@ -3,6 +3,7 @@
 import os
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins import LayerSync
 from lightning.pytorch.plugins.precision import Precision
@@ -11,7 +12,7 @@ from torchmetrics import Metric
 
 from d9d.core.dist_context import DistributedContext
 from d9d.internals.materialize import materialize_module
-from d9d_lightning.parallelize import ParallelPlan, broadcast_values, parallelize_module
+from d9d_lightning.parallelize import ParallelPlan, broadcast_packed, broadcast_values, parallelize_module
 
 
 def set_up_module(
@@ -55,7 +56,29 @@ def is_on_meta(module: nn.Module) -> bool:
     return any(parameter.is_meta for parameter in module.parameters())
 
 
-def model_buffers(module: nn.Module) -> list[torch.Tensor]:
-    """Return the buffers of a module, without those of its metrics, which are gathered in their own way."""
-    owners = (child for child in module.modules() if not isinstance(child, Metric))
-    return [buffer for owner in owners for buffer in owner.buffers(recurse=False)]
+class ModelBuffers:
+    """The buffers of a module, without those of its metrics, which are gathered in their own way.
+
+    As under DDP, ranks use those of rank 0: running statistics, code books and the like have seen different data.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        """Note the places of the buffers; their tensors may be exchanged."""
+        self._places = [
+            (owner, name)
+            for owner in module.modules()
+            if not isinstance(owner, Metric)
+            for name, buffer in owner.named_buffers(recurse=False)
+            if buffer.numel()
+        ]
+        self._differ = False
+
+    def note_step(self) -> None:
+        """Note that a training step is about to change them on each rank."""
+        self._differ = bool(self._places)
+
+    def take_from_first(self, group: dist.ProcessGroup | None) -> None:
+        """Overwrite the buffers with those of the first rank, if a step has changed them. All ranks must call it."""
+        if self._differ and group is not None:
+            self._differ = False
+            broadcast_packed([owner.get_buffer(name) for owner, name in self._places], group)

@@ -21,8 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from d9d.core.dist_context import DENSE_DOMAIN, DistributedContext
 from d9d.core.fsdp_internals import fsdp_parameters, gathered_parameter
-from d9d.core.placement import compute_leaf, has_compute_leaf
-from d9d.module.parallelism.api import parallelize_hsdp, parallelize_replicate
+from d9d.module.parallelism.api import parallelize_hsdp
 from d9d.module.parallelism.units import repeated_blocks, wrap_by_size
 
 Placement = Literal["replicate", "shard", "hsdp"]
@@ -71,7 +70,12 @@ def is_parallelized(module: nn.Module, context: DistributedContext | None) -> bo
 
 
 def parallelize_module(module: LightningModule, context: DistributedContext, plan: ParallelPlan) -> None:
-    """Distribute a LightningModule by a plan, in place, and replicate what the plan leaves.
+    """Distribute a LightningModule by a plan, in place.
+
+    [Note: replicated parameters stay plain]
+    What is not sharded stays a plain tensor, as under DDP, and its gradients are summed over all data-parallel ranks. So
+    code that computes with ``self.parameters()``, assigns gradients or data, hangs hooks on parameters or copies the
+    module works as it does there. A function that calls `parallelize_replicate` itself gets DTensors.
 
     Args:
         module: On its device with the same values on all ranks, or on the meta device.
@@ -91,20 +95,29 @@ def parallelize_module(module: LightningModule, context: DistributedContext, pla
     if isinstance(module, FSDPModule):
         _register_steps(module)
     _keep_class_names(module)
-    parallelize_replicate(module, mesh)
     FlagFollower.install(module)
     _DISTRIBUTED[module] = context
 
 
+def data_parallel_groups(context: DistributedContext) -> tuple[dist.ProcessGroup, ...]:
+    """Return the groups of the data-parallel mesh dimensions, innermost first; those of size 1 are left out."""
+    mesh = context.mesh_for(DENSE_DOMAIN)[_DATA_DIMS]
+    return tuple(mesh.get_group(dim) for dim in reversed(range(mesh.ndim)) if mesh.size(dim) > 1)
+
+
 def _apply_default(module: nn.Module, mesh: DeviceMesh, plan: ParallelPlan) -> None:
     """Shard each repeated block, or each part of some size, and what is left as the root."""
-    if mesh.size(_DATA_DIMS.index(_SHARD_DIM)) == 1:
+    if not _has_shards(mesh):
         return
     units = repeated_blocks(module) or wrap_by_size(module, plan.min_unit_params)
     for unit in _without_shared_parameters(module, units):
         if any(True for _ in unit.parameters()):
             parallelize_hsdp(unit, mesh, _SHARD_DIM, **plan.fsdp_kwargs)
     _shard_root(module, mesh, plan.fsdp_kwargs)
+
+
+def _has_shards(mesh: DeviceMesh) -> bool:
+    return mesh.size(_DATA_DIMS.index(_SHARD_DIM)) > 1
 
 
 def _shard_root(module: nn.Module, mesh: DeviceMesh, fsdp_kwargs: Mapping[str, Any]) -> None:
@@ -142,17 +155,20 @@ def _apply_patterns(
     for pattern, matched in matches.items():
         for name in matched:
             chosen.setdefault(name, plan[pattern])
-    for name in sorted(chosen, key=lambda name: name.count(".") + bool(name), reverse=True):
-        match chosen[name]:
-            case "replicate":
-                parallelize_replicate(names[name], mesh)
-            case "shard" | "hsdp":
-                parallelize_hsdp(names[name], mesh, _SHARD_DIM, **fsdp_kwargs)
-    if "shard" in chosen.values() or "hsdp" in chosen.values():
+    if not _has_shards(mesh):
+        return
+    by_depth = sorted(chosen, key=lambda name: name.count(".") + bool(name))
+    placements: dict[nn.Parameter, Placement] = {}
+    for name in by_depth:
+        placements.update(dict.fromkeys(names[name].parameters(), chosen[name]))
+    kept = {parameter for parameter in module.parameters() if placements.get(parameter, "replicate") == "replicate"}
+    kwargs = {**fsdp_kwargs, "ignored_params": kept}
+    sharded = [name for name in reversed(by_depth) if chosen[name] != "replicate"]
+    for name in sharded:
+        parallelize_hsdp(names[name], mesh, _SHARD_DIM, **kwargs)
+    if sharded and "" not in chosen:
         # FSDP wants one root above its units, which also lets them prefetch.
-        parallelize_replicate(module, mesh)
-        if "" not in chosen:
-            _shard_root(module, mesh, fsdp_kwargs)
+        _shard_root(module, mesh, kwargs)
 
 
 def _matches(name: str, pattern: str) -> bool:
@@ -199,15 +215,13 @@ def _describe(context: DistributedContext) -> str:
 class FlagFollower:
     """Forward pre-hook that lets what a module computes with follow ``requires_grad`` while a step runs.
 
-    Freezing callbacks and ``toggle_optimizer`` set the flag on the parameters that optimizers hold. Modules compute
-    with other tensors, and these are not told: the leaves of replicated parameters (see [Note: compute leaf] of
-    `d9d.core.placement`), and what FSDP has gathered for the root, once and for the whole step.
+    Freezing callbacks and ``toggle_optimizer`` set the flag on the parameters that optimizers hold. What FSDP has
+    gathered for the root, once and for the whole step, is not told.
     """
 
     def __init__(self, module: nn.Module, root: nn.Module) -> None:
-        """Watch the parameters below a module that are replicated, or belong to the root."""
+        """Watch the parameters below a module that belong to the root."""
         parameters = set(module.parameters())
-        self._leaves = [(parameter, compute_leaf(parameter)) for parameter in parameters if has_compute_leaf(parameter)]
         self._gathered = [
             fsdp_parameter
             for fsdp_parameter in (fsdp_parameters(root) if isinstance(root, FSDPModule) else ())
@@ -219,7 +233,7 @@ class FlagFollower:
         """Hook into the outermost submodules of a root. What is called below them follows then."""
         for child in outermost_with_forward(root):
             follower = cls(child, root)
-            if follower._leaves or follower._gathered:
+            if follower._gathered:
                 child.register_forward_pre_hook(follower)
 
     def __call__(self, module: nn.Module, args: tuple[object, ...]) -> None:
@@ -228,9 +242,6 @@ class FlagFollower:
 
     def follow(self) -> None:
         """Set the flags that have changed."""
-        for parameter, leaf in self._leaves:
-            if parameter.requires_grad is not leaf.requires_grad:
-                leaf.requires_grad_(parameter.requires_grad)
         for fsdp_parameter in self._gathered:
             gathered = gathered_parameter(fsdp_parameter)
             if gathered is not None and gathered.requires_grad is not fsdp_parameter.sharded_param.requires_grad:
@@ -264,3 +275,18 @@ def broadcast_values(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> N
         work.wait()
         if flat.data_ptr() != tensor.data_ptr():
             tensor.copy_(flat)
+
+
+@torch.no_grad()
+def broadcast_packed(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> None:
+    """Do what `broadcast_values` does with one collective per dtype, for many small tensors."""
+    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        if not isinstance(tensor, DTensor):
+            by_dtype.setdefault(tensor.dtype, []).append(tensor)
+    for members in by_dtype.values():
+        packed = torch.cat([tensor.reshape(-1) for tensor in members])
+        dist.broadcast(packed, group=group, group_src=0)
+        parts = packed.split([tensor.numel() for tensor in members])
+        for part, tensor in zip(parts, members, strict=True):
+            tensor.copy_(part.view_as(tensor))

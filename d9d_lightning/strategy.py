@@ -31,8 +31,14 @@ from d9d_lightning.fsdp_steps import FsdpSteps
 from d9d_lightning.gradients import DataParallelGradients
 from d9d_lightning.launch import build_launcher, check_degrees, check_processes, join_job, leave_job
 from d9d_lightning.metrics import install_metric_sync
-from d9d_lightning.module_setup import is_on_meta, model_buffers, set_up_module
-from d9d_lightning.parallelize import FlagFollower, Parallelize, ParallelPlan, broadcast_values, is_parallelized
+from d9d_lightning.module_setup import ModelBuffers, is_on_meta, set_up_module
+from d9d_lightning.parallelize import (
+    FlagFollower,
+    Parallelize,
+    ParallelPlan,
+    data_parallel_groups,
+    is_parallelized,
+)
 from d9d_lightning.precision import install_mesh_clipping
 
 T = TypeVar("T")
@@ -99,7 +105,7 @@ class D9DStrategy(ParallelStrategy):
         self._flags: FlagFollower | None = None
         self._fsdp: FsdpSteps | None = None
         self._restores_after_setup: bool | None = None
-        self._buffers_differ = False
+        self._buffers: ModelBuffers | None = None
         self.last_grad_norm: torch.Tensor | None = None
         """Norm over all gradients before the last clipping by norm, a scalar on the device; None before the first."""
 
@@ -229,10 +235,11 @@ class D9DStrategy(ParallelStrategy):
             localize_optimizer(optimizer)
         self._flags = FlagFollower(module, module)
         self._fsdp = FsdpSteps(module, self.optimizers, is_manual=not module.automatic_optimization)
+        self._buffers = ModelBuffers(module)
         self._gradients = DataParallelGradients(
             module,
             self.optimizers,
-            dp_size=self._context.dp_size,
+            data_groups=data_parallel_groups(self._context),
             bucket_size_mb=self._bucket_size_mb,
             device=self.root_device,
             stays_gathered=self._stays_gathered,
@@ -287,7 +294,7 @@ class D9DStrategy(ParallelStrategy):
         if self._flags is None or self._fsdp is None:
             return super().training_step(*args, **kwargs)
         self._flags.follow()
-        self._buffers_differ = True
+        self._share_buffers()
         self._fsdp.enter_step()
         try:
             return super().training_step(*args, **kwargs)
@@ -343,11 +350,18 @@ class D9DStrategy(ParallelStrategy):
 
     @override
     def on_validation_start(self) -> None:
-        """Use the buffers of rank 0 everywhere, as DDP does: running statistics have seen different data."""
+        """Use the buffers of rank 0 everywhere, as DDP does."""
         self._sync_new_metrics()
-        if self._context is not None and self._buffers_differ and self._context.data_group is not None:
-            self._buffers_differ = False
-            broadcast_values(model_buffers(self._connected_module), self._context.data_group)
+        if self._context is not None and self._buffers is not None:
+            self._buffers.take_from_first(self._context.data_group)
+
+    def _share_buffers(self) -> None:
+        """Use the buffers of rank 0 in the first step of an accumulation window, as DDP does."""
+        if self._context is None or self._buffers is None or self._gradients is None:
+            return
+        if self._gradients.begins_window:
+            self._buffers.take_from_first(self._context.data_group)
+        self._buffers.note_step()
 
     @override
     def on_validation_end(self) -> None:

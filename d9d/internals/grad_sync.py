@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from d9d.core.placement import compute_leaf, groups_where, local_tensor, trainable
@@ -27,17 +28,26 @@ class GradientSynchronizer:
     some ranks. So a bucket starts only after its predecessor; what is left starts in `wait`.
     """
 
-    def __init__(self, param_groups: list[list[nn.Parameter]], bucket_size_mb: int) -> None:
+    def __init__(
+        self,
+        param_groups: list[list[nn.Parameter]],
+        bucket_size_mb: int,
+        *,
+        plain_groups: tuple[dist.ProcessGroup, ...] = (),
+    ) -> None:
         """Describe the parameters; `bind` allocates.
 
         Args:
             param_groups: Parameters; no bucket spans two lists.
             bucket_size_mb: Size at which a bucket is full, in MiB. Larger parameters get a bucket of their own.
+            plain_groups: Groups over which plain tensors are replicated, innermost first. By default they are taken to
+                belong to this rank alone.
         """
         if bucket_size_mb <= 0:
             raise ValueError(f"bucket_size_mb ({bucket_size_mb}) must be positive. The usual value is 32.")
         self._param_groups = [trainable(group) for group in param_groups]
         self._bucket_size_bytes = bucket_size_mb * 2**20
+        self._plain_groups = plain_groups
         self._buckets: list[GradientBucket] = []
         self._unbucketed: list[nn.Parameter] = []
         self._norm_parts: list[tuple[ShardedAlike, list[GradientBucket], list[nn.Parameter]]] = []
@@ -135,7 +145,8 @@ class GradientSynchronizer:
         """Cut a list into buckets of one layout, device and dtype, in reverse order."""
         layouts: dict[object, tuple[list[nn.Parameter], tuple[dist.ProcessGroup, ...]]] = {}
         for parameter in reversed(parameters):
-            groups = groups_where(parameter, replicated=True)
+            is_plain = not isinstance(parameter, DTensor)
+            groups = self._plain_groups if is_plain else groups_where(parameter, replicated=True)
             leaf = compute_leaf(parameter)
             layout = (groups, groups_where(parameter, replicated=False), leaf.device, gradient_dtype(leaf))
             layouts.setdefault(layout, ([], groups))[0].append(parameter)

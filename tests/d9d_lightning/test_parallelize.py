@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from lightning.pytorch.utilities import grad_norm
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
@@ -135,7 +136,8 @@ def plain_state(module):
 def test_module_trains_as_on_one_process(mesh, module_class):
     module = seeded(module_class)
     train_on(mesh, module)
-    assert all(isinstance(parameter, DTensor) for parameter in module.parameters())
+    is_sharded_mesh = "data_parallel_shard" in mesh
+    assert all(isinstance(parameter, DTensor) == is_sharded_mesh for parameter in module.parameters())
     torch.testing.assert_close(full_state(module), plain_state(seeded(module_class)), **EXACT)
     assert type(module).__name__ == module_class.__name__
 
@@ -270,6 +272,68 @@ def test_function_plan():
     assert isinstance(module.blocks[1].inner[0].weight.placements[0], Shard)
     assert not is_sharded(module.head.weight)
     torch.testing.assert_close(full_state(module), plain_state(seeded(Regression)), **EXACT)
+
+
+# ---- code that a module for DDP may have ------------------------------------------------------------------------------
+
+
+class Liberties(Regression):
+    """Penalises all parameters, hangs a hook on one, exchanges a gradient and data, and freezes by attribute."""
+
+    def __init__(self):
+        super().__init__()
+        self.only_penalised = nn.Parameter(torch.ones(3))
+        self.blocks[1].inner[0].bias.register_hook(lambda gradient: 2 * gradient)
+
+    def on_train_start(self):
+        self.blocks[0].inner[0].bias.requires_grad = False
+        self.head.bias.data = torch.full_like(self.head.bias, 0.5)
+
+    def training_step(self, batch, batch_idx):
+        penalty = sum(parameter.pow(2).sum() for parameter in self.parameters())
+        return super().training_step(batch, batch_idx) + 0.1 * penalty
+
+    def on_before_optimizer_step(self, optimizer):
+        weight = self.head.weight
+        weight.grad = weight.grad.clamp(-0.01, 0.01)
+        norms = grad_norm(self, norm_type=2)
+        assert norms["grad_2.0_norm_total"] > 0
+
+
+@pytest.mark.world_size(2)
+def test_a_replicated_module_may_take_liberties():
+    module = seeded(Liberties)
+    train_on({"data_parallel_replicate": 2}, module)
+    torch.testing.assert_close(full_state(module), plain_state(seeded(Liberties)), **EXACT)
+    assert not isinstance(module.state_dict()["head.weight"], DTensor)
+
+
+class CodeBook(Regression):
+    """A buffer that each rank moves towards its own batch, and that the loss uses."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("code", torch.zeros(NUM_FEATURES))
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step((batch[0] - self.code, batch[1]), batch_idx)
+        self.code = 0.5 * self.code + 0.5 * batch[0].mean(0)
+        return loss
+
+
+@pytest.mark.world_size(2)
+def test_buffers_are_those_of_rank_0_in_each_step():
+    """The code book after n steps is a sum over the batches of rank 0 alone, on all ranks, up to the last step."""
+    module = seeded(CodeBook)
+    samples = make_samples(24)
+    trainer = build_trainer({"data_parallel_replicate": 2}, max_steps=3)
+    trainer.fit(module, rank_loader(samples, 8, dist.get_rank(), 2))
+    code = torch.zeros(NUM_FEATURES, dtype=torch.float64)
+    for step in range(3):
+        # In the last step each rank has moved on by itself.
+        rank = dist.get_rank() if step == 2 else 0
+        code = 0.5 * code + 0.5 * samples[0][8 * step + 4 * rank :][:4].mean(0)
+    torch.testing.assert_close(module.code, code, **EXACT)
 
 
 # ---- lazy building ---------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from d9d.core.dist_context import DENSE_DOMAIN, DeviceMeshParameters
 from d9d_lightning import D9DStrategy
 from d9d_lightning.precision import install_mesh_clipping
-from tests.d9d_lightning.support import Regression, build_trainer, make_samples, rank_loader, seeded
+from tests.d9d_lightning.support import Regression, build_trainer, full, make_samples, rank_loader, seeded
 
 TOLERANCE = {"rtol": 1e-6, "atol": 1e-6}  # torch adds 1e-6 to the norm
 
@@ -91,7 +91,7 @@ def test_trainer_clips_over_the_mesh(mesh, algorithm):
 
     def configure_gradient_clipping(optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
         module.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
-        keep({name: p.grad.full_tensor() for name, p in module.named_parameters()})
+        keep({name: full(p.grad) for name, p in module.named_parameters()})
 
     module.configure_gradient_clipping = configure_gradient_clipping
     trainer.fit(module, rank_loader(make_samples(4), 4, dist.get_rank(), 2))
