@@ -20,7 +20,7 @@ from lightning.pytorch.strategies.launchers.subprocess_script import _Subprocess
 from typing_extensions import override
 
 from d9d.core.dist_context import DeviceMeshParameters, DistributedContext
-from d9d_lightning.parent_watch import ends_with_parent
+from d9d.core.parent_watch import ends_with_parent
 
 T = TypeVar("T")
 
@@ -100,11 +100,12 @@ def check_processes(
             )
     if params.world_size != num_processes:
         degrees = " x ".join(f"{name} {degree}" for name, degree in params.model_dump().items() if degree > 1)
+        chosen = "data_parallel_replicate" if params.has_data_parallel_replicate else "data_parallel_shard"
+        example = {chosen: num_processes} if num_processes > 1 else {}
         raise ValueError(
             f"The mesh needs {params.world_size} processes ({degrees or 'all degrees are 1'}), but "
             f"Trainer(devices={num_devices}, num_nodes={num_nodes}) runs {num_processes}. "
-            f"Set devices={params.world_size // num_nodes}, or a mesh of {num_processes}, "
-            f"e.g. mesh={{'data_parallel_shard': {num_processes}}}."
+            f"Set devices={params.world_size // num_nodes}, or a mesh of {num_processes}, e.g. mesh={example}."
         )
 
 

@@ -20,6 +20,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 _LEAF = "_d9d_compute_leaf"
+_REFUSES = "_d9d_refuses_direct_gradient"
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -111,3 +112,24 @@ def has_compute_leaf(parameter: nn.Parameter) -> bool:
 def trainable(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
     """Return the parameters that require a gradient, each once, in order."""
     return list(dict.fromkeys(parameter for parameter in parameters if parameter.requires_grad))
+
+
+def refuse_direct_gradient(parameter: nn.Parameter) -> None:
+    """Let a backward pass fail that reaches a distributed parameter past the tensors that its module computes with.
+
+    A term over ``module.parameters()`` in the loss does that. Such a gradient comes after, or without, the sums over the
+    ranks, and would make replicas drift apart in silence.
+    """
+    if not parameter.requires_grad or _REFUSES in vars(parameter):
+        return
+    vars(parameter)[_REFUSES] = True
+    shape = tuple(parameter.shape)
+
+    def refuse(_: torch.Tensor) -> None:
+        raise RuntimeError(
+            f"a gradient reached a distributed parameter of shape {shape} directly, as from a penalty over "
+            f"module.parameters(), and would not be summed over the ranks. Compute with the attribute of its module "
+            f"inside the forward pass (self.weight), or use weight_decay of the optimizer."
+        )
+
+    parameter.register_hook(refuse)

@@ -2,10 +2,13 @@
 
 from collections.abc import Iterable
 
+import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from d9d.core.fsdp_internals import fsdp_parameters, gathered_parameter
+from d9d.core.placement import refuse_direct_gradient
 
 
 class FsdpAccumulation:
@@ -16,23 +19,45 @@ class FsdpAccumulation:
     microbatches gathers each unit once and sums once: parameters stay gathered, and gradients stay whole, from the
     first microbatch to the last. This trades memory (full parameters and gradients of the model during the step) for
     time. Where the memory is not there, `keep_sharded` goes back to the default.
+
+    Ranks may have different numbers of microbatches: once parameters stay gathered, the number of collectives does not
+    depend on it. Whether they do is agreed at the first pack, and must not begin on some ranks only.
     """
 
-    def __init__(self, modules: Iterable[nn.Module], *, keep_sharded: bool = False) -> None:
+    def __init__(
+        self,
+        modules: Iterable[nn.Module],
+        *,
+        keep_sharded: bool = False,
+        group: dist.ProcessGroup | None = None,
+        device: torch.device | None = None,
+    ) -> None:
         """Find the units.
 
         Args:
             modules: Roots of the models of this rank.
-            keep_sharded: Sum and free after every microbatch, with the least memory.
+            keep_sharded: Sum and free after every microbatch, with the least memory. Needs as many on every rank.
+            group: Ranks that may have other numbers of microbatches; None if all callers pass the same number.
+            device: Device of the group's collectives.
         """
+        self._group = group
+        self._device = device
         found = (child for module in modules for child in module.modules())
         self._units = [child for child in found if isinstance(child, FSDPModule)]
+        for unit in self._units:
+            for parameter in fsdp_parameters(unit):
+                refuse_direct_gradient(parameter.sharded_param)
         self._keep_sharded = keep_sharded
         self._is_last = True
         self._stays_gathered = False
 
     def start_pack(self, num_microbatches: int) -> None:
         """Prepare for a number of microbatches that belong to one step, before the first forward pass."""
+        if self._group is not None and self._units:
+            largest = torch.tensor(num_microbatches, device=self._device)
+            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._group)
+            num_microbatches = int(largest)
+            self._group = None
         if num_microbatches > 1 and not self._stays_gathered and not self._keep_sharded:
             self._stays_gathered = True
             for unit in self._units:

@@ -159,11 +159,12 @@ class GradientBucket:
     def launch(self) -> None:
         """Start to sum the bucket. All ranks of the groups must launch their buckets in the same order."""
         self._was_used.fill_(1)
-        for index, used in enumerate(self._used):
-            if not used:
-                if self._leaves[index].grad is not self._gradients[index]:
-                    self._adopt(index)
-                self._was_used[index] = 0
+        unused = self._unused()
+        for index in unused:
+            if self._leaves[index].grad is not self._gradients[index]:
+                self._adopt(index)
+        if unused:
+            self._was_used[unused] = 0
         # Further groups would have to wait for the first; they start when it has been waited for.
         self._works = [_start_sum(self._buffer, self._groups[0])]
 
@@ -175,11 +176,16 @@ class GradientBucket:
         self._works.pop().wait()
         for group in self._groups[1:]:
             _start_sum(self._buffer, group).wait()
-        for index, used in enumerate(self._used):
+        unused = self._unused()
+        if unused:
             # See [Note: unused parameters]. This reads from the device, in the uncommon case only.
-            if not used and not self._was_used[index]:
-                self._leaves[index].grad = None
-                self._parameters[index].grad = None
+            for index, was_used in zip(unused, self._was_used[unused].tolist(), strict=True):
+                if not was_used:
+                    self._leaves[index].grad = None
+                    self._parameters[index].grad = None
+
+    def _unused(self) -> list[int]:
+        return [index for index, used in enumerate(self._used) if not used]
 
     def zero(self) -> None:
         """Clear the gradients, and start the next pack like the last one."""

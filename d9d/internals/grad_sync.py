@@ -11,7 +11,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from d9d.core.placement import compute_leaf, groups_where, local_tensor, trainable
+from d9d.core.placement import (
+    compute_leaf,
+    groups_where,
+    has_compute_leaf,
+    local_tensor,
+    refuse_direct_gradient,
+    trainable,
+)
 from d9d.internals.grad_bucket import GradientBucket, gradient_dtype
 from d9d.internals.grad_norm import LocalGradients, ShardedAlike, group_parameters_for_norm
 
@@ -65,6 +72,9 @@ class GradientSynchronizer:
                 else:
                     self._unbucketed.extend(parameters)
         self._norm_parts = self._group_for_norm()
+        for parameter in (parameter for group in self._param_groups for parameter in group):
+            if has_compute_leaf(parameter):
+                refuse_direct_gradient(parameter)
         for bucket in self._buckets:
             for index, leaf in enumerate(bucket.leaves):
                 hook = bucket.build_hook(index, self._launch_complete)

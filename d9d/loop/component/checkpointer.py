@@ -11,6 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import filesystem, state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.stateful import Stateful
 
@@ -133,8 +134,15 @@ class StateCheckpointer:
             state.prepare_to_load(saved)
         # Any: state dicts hold what their owners choose.
         loaded: dict[str, Any] = {_STATE: state.state_dict()}
-        with _quiet_on_one_process():
-            state_dict_loader.load(loaded, checkpoint_id=path, no_dist=not self._dist_context.is_distributed)
+        try:
+            with _quiet_on_one_process():
+                state_dict_loader.load(loaded, checkpoint_id=path, no_dist=not self._dist_context.is_distributed)
+        except (CheckpointException, RuntimeError, ValueError, KeyError) as error:
+            reason = str(error).strip().splitlines()[-1:]
+            raise RuntimeError(
+                f"cannot resume from the checkpoint {path}: {''.join(reason)}. If model, optimizer or metrics were changed "
+                f"since it was written, start another run (run.name), or delete it."
+            ) from error
         state.load_state_dict(loaded[_STATE])
         if self._dist_context.is_main_process:
             self._dist_context.logger.info("resumed from %s", path)

@@ -38,7 +38,12 @@ class GradientManager:
         self._config = config
         self._parameters = [trainable(module.parameters()) for module in tracked_modules.modules]
         self._synchronizer = GradientSynchronizer(self._parameters, config.bucket_size_mb)
-        self._fsdp = FsdpAccumulation(tracked_modules.modules, keep_sharded=config.fsdp_keep_sharded)
+        self._fsdp = FsdpAccumulation(
+            tracked_modules.modules,
+            keep_sharded=config.fsdp_keep_sharded,
+            group=self._data_group,
+            device=self._device,
+        )
         self._num_microbatches = 0
         self._num_losses = 0
         self._is_weighted = False

@@ -75,6 +75,9 @@ def _silence_where_zero(output: object, weight: torch.Tensor) -> None:
     The loss of a microbatch without a single label is often 0 / 0, whose gradient is NaN even after multiplication
     with 0.
     """
+    if weight.device.type == "cpu" and weight != 0:
+        # Known without waiting for a device, so spare the pass over the gradients of the output.
+        return
     leaves = [output] if isinstance(output, torch.Tensor) else tree_leaves(output)
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor) and leaf.requires_grad:

@@ -1,10 +1,12 @@
 """Find everything that is wrong with a job before it starts."""
 
+import tempfile
+from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from d9d.core.dist_context import DeviceMeshParameters
 from d9d.core.launch import LaunchEnvironment
-from d9d.loop.config import TrainerConfig
+from d9d.loop.config import StepActionSpecial, TrainerConfig
 
 
 @runtime_checkable
@@ -43,5 +45,18 @@ def refuse_problems(mesh: DeviceMeshParameters, config: TrainerConfig, data_prov
         )
     if isinstance(data_provider, ChecksMesh):
         problems.extend(data_provider.mesh_problems(mesh))
+    if not problems and config.checkpointing.period_steps != StepActionSpecial.disable:
+        problems.extend(_directory_problems(config.checkpointing.save_dir))
     if problems:
         raise ValueError("The job cannot run as it is configured:\n" + "\n".join(f"- {text}" for text in problems))
+
+
+def _directory_problems(folder: Path) -> list[str]:
+    """Make a folder that will be written to much later, and return why that is not possible."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        return [f"trainer.checkpointing.save_dir ({folder}) cannot be written to: {error}. Name another folder."]
+    return []

@@ -8,6 +8,7 @@ from typing import Any
 
 from d9d.core.dist_context import DistributedContext
 from d9d.core.offload import DEFAULT_SLEEP_TAGS, SleepTag
+from d9d.core.parent_watch import ends_with_torchrun
 from d9d.core.protocol import LRSchedulerProtocol, OptimizerProtocol
 from d9d.core.types import MicrobatchPack
 from d9d.loop.component import (
@@ -88,6 +89,7 @@ class Trainer:
             job.dist_context.logger.info("the job is complete: %d steps are done", job.schedule.current_step)
             return
         with contextlib.ExitStack() as stack:
+            stack.enter_context(ends_with_torchrun())
             writer = stack.enter_context(job.logger.new_run({}))
             stack.enter_context(job.logger.install())
             stack.enter_context(job.gradient_manager.install())

@@ -30,6 +30,7 @@ from d9d.loop.control import (
     ComputeLossResult,
     CreateMetricsContext,
     CreateMetricsResult,
+    DataProvider,
     InitializeModelStageContext,
     InitializeModelStageResult,
     ModelProvider,
@@ -169,6 +170,8 @@ def build_job(
     dropout: float = 0.0,
     weight: WeightFn = unweighted,
     overrides: dict[str, Any] | None = None,
+    data_provider: DataProvider | None = None,
+    optimizer: dict[str, Any] | None = None,
 ) -> Job:
     config = TrainerConfig.model_validate(
         {
@@ -195,9 +198,10 @@ def build_job(
         parameters=config,
         task_provider=lambda context: task,
         model_provider=Provider(dtype, dropout),
-        data_provider=AutoDataProvider(lambda context: Data(GLOBAL_BATCH_SIZE * 30, dtype), collate, data),
+        data_provider=data_provider
+        or AutoDataProvider(lambda context: Data(GLOBAL_BATCH_SIZE * 30, dtype), collate, data),
         optimizer_provider=AutoOptimizerProvider(
-            TypeAdapter(AutoOptimizerConfig).validate_python({"name": "adamw", "lr": 0.05})
+            TypeAdapter(AutoOptimizerConfig).validate_python(optimizer or {"name": "adamw", "lr": 0.05})
         ),
         lr_scheduler_provider=AutoLRSchedulerProvider(
             TypeAdapter(AutoLRSchedulerConfig).validate_python({"name": "piecewise", "scheduler": schedule})
@@ -206,14 +210,20 @@ def build_job(
     return Job(trainer, task, folder / "log.jsonl")
 
 
+def build_model(dtype: torch.dtype) -> Model:
+    """The model of the job on one process, with its initial values."""
+    with torch.device("meta"):
+        model = Model(dtype, 0.0)
+    materialize_module(model, torch.device("cpu"), BASE_SEED)
+    return model
+
+
 def plain_losses(total_steps: int, dtype: torch.dtype, weight: WeightFn = unweighted) -> tuple[list[float], nn.Module]:
     """Train the same job in plain PyTorch on one process, each step on its whole global batch at once.
 
     With weights, the loss of a step is the weighted mean over its microbatches of two samples.
     """
-    with torch.device("meta"):
-        model = Model(dtype, 0.0)
-    materialize_module(model, torch.device("cpu"), BASE_SEED)
+    model = build_model(dtype)
     data = Data(GLOBAL_BATCH_SIZE * 30, dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 - 0.9 * step / total_steps)

@@ -17,3 +17,24 @@ def test_all_problems_come_at_once_and_early(tmp_path):
     for part in ("needs 6 processes", "runs 1", "pipeline_parallel (2)", "source_checkpoint", "Use 12 or 18"):
         assert part in text, part
     assert not dist.is_initialized()
+
+
+def test_a_folder_that_cannot_be_written_to_is_found_early(tmp_path):
+    (tmp_path / "file").write_text("")
+    overrides = {"checkpointing": {"save_dir": str(tmp_path / "file" / "saved"), "period_steps": 1}}
+    with pytest.raises(ValueError, match=r"save_dir \(.*file/saved\) cannot be written to: .*Not a directory"):
+        build_job(DeviceMeshParameters(), tmp_path, overrides=overrides)
+
+
+def test_another_optimizer_cannot_resume(tmp_path):
+    overrides = {"checkpointing": {"save_dir": str(tmp_path / "saved"), "period_steps": 1}}
+    build_job(DeviceMeshParameters(), tmp_path, total_steps=1, overrides=overrides).trainer.train()
+    other = build_job(
+        DeviceMeshParameters(),
+        tmp_path,
+        total_steps=2,
+        overrides=overrides,
+        optimizer={"name": "sgd", "lr": 0.1, "momentum": 0.9},
+    )
+    with pytest.raises(RuntimeError, match=r"cannot resume from the checkpoint .*save-1: .*start another run"):
+        other.trainer.train()

@@ -1,5 +1,6 @@
 """The native training loop: the same numbers on every mesh, and exact resumption."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ import torch.distributed as dist
 
 from d9d.core.dist_context import DeviceMeshParameters
 from d9d.loop.event.catalogue.train import EVENT_TRAIN_OPTIMIZER_STEP_PRE, EVENT_TRAIN_STEP_POST
-from tests.d9d.loop.run.regression_job import GLOBAL_BATCH_SIZE, build_job, plain_losses
+from tests.d9d.loop.run.regression_job import GLOBAL_BATCH_SIZE, Data, build_job, build_model, collate, plain_losses
 from tests.harness.parity import FP32_CLOSE, FP64_EXACT, named_full_parameters
 
 MESHES = {
@@ -152,3 +153,57 @@ def test_the_same_batch_in_other_microbatches_gives_the_same_numbers(tmp_path):
         job = build_job(DeviceMeshParameters(), tmp_path / str(size), total_steps=5, microbatch_size=size)
         job.trainer.train()
         torch.testing.assert_close(list(job.losses().values()), losses, rtol=0, atol=FP64_EXACT)
+
+
+class UnevenStream:
+    """Packs of 1 microbatch on rank 0 and of 4 on rank 1: the steps of ten samples each."""
+
+    total_steps = 3
+
+    def __iter__(self):
+        data = Data(30, torch.float64)
+        for step in range(self.total_steps):
+            starts = [0] if dist.get_rank() == 0 else [2, 4, 6, 8]
+            yield tuple(collate([data[10 * step + start + offset] for offset in range(2)]) for start in starts)
+
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state_dict):
+        pass
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("mesh", MESHES[2], ids=["replicate", "shard"])
+def test_ranks_may_have_different_numbers_of_microbatches(tmp_path, mesh):
+    job = build_job(mesh, tmp_path, total_steps=3, data_provider=lambda context: UnevenStream())
+    job.trainer.train()
+    model = build_model(torch.float64)
+    data = Data(30, torch.float64)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    for step in range(3):
+        optimizer.param_groups[0]["lr"] = 0.05 * (1.0 - 0.9 * step / 3)
+        optimizer.zero_grad()
+        # Five microbatches of two samples weigh the same: the mean over all ten.
+        (model(data.x[10 * step :][:10], None) - data.y[10 * step :][:10]).square().mean().backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+    for name, value in named_full_parameters(job.model).items():
+        torch.testing.assert_close(value, model.get_parameter(name).detach(), rtol=0, atol=FP64_EXACT)
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("mesh", MESHES[2], ids=["replicate", "shard"])
+def test_a_penalty_over_parameters_is_refused(tmp_path, mesh):
+    # One microbatch per rank: FSDP has freed the inner unit when the loss is computed.
+    job = build_job(mesh, tmp_path, total_steps=3, microbatch_size=8)
+    compute_loss = job.task.compute_loss
+
+    def with_penalty(ctx):
+        result = compute_loss(ctx)
+        penalty = sum(parameter.to_local().square().sum() for parameter in job.model.up.parameters())
+        return dataclasses.replace(result, loss=result.loss + penalty)
+
+    job.task.compute_loss = with_penalty
+    with pytest.raises(RuntimeError, match=r"reached a distributed parameter of shape .* directly"):
+        job.trainer.train()

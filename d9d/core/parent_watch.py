@@ -32,6 +32,12 @@ def ends_with_parent(parent_pid: int) -> Generator[None]:
         is_over.set()
 
 
+def ends_with_torchrun() -> contextlib.AbstractContextManager[None]:
+    """Do what `ends_with_parent` does under torchrun, whose agent is the parent of its workers; elsewhere do nothing."""
+    is_worker = "TORCHELASTIC_RUN_ID" in os.environ
+    return ends_with_parent(os.getppid()) if is_worker else contextlib.nullcontext()
+
+
 def _watch(parent_pid: int, is_over: threading.Event) -> None:
     while os.getppid() == parent_pid:
         if is_over.wait(_PERIOD_S):
