@@ -60,6 +60,9 @@ def is_parallelized(module: nn.Module, context: DistributedContext | None) -> bo
         RuntimeError: If it was distributed over another mesh.
     """
     known = _DISTRIBUTED.get(module)
+    if known is not context and not any(isinstance(parameter, DTensor) for parameter in module.parameters()):
+        # Never distributed, or replicated as it was: plain tensors may go anywhere.
+        return False
     if known is not None and known is not context:
         target = "one process" if context is None else f"this one ({_describe(context)})"
         raise RuntimeError(

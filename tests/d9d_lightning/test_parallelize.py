@@ -206,10 +206,12 @@ def test_one_module_through_many_runs(mesh):
 def test_two_meshes_one_after_the_other():
     for mesh in MESHES[2]:
         train_on(mesh, seeded(Regression))
+    replicate, shard = MESHES[2]
     module = seeded(Regression)
-    train_on(MESHES[2][0], module)
+    train_on(replicate, module)
+    train_on(shard, module)
     with pytest.raises(RuntimeError, match="distributed over another mesh"):
-        train_on(MESHES[2][1], module)
+        train_on(replicate, module)
 
 
 class Normalized(Regression):
