@@ -8,6 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _REPOSITORY = Path(__file__).parents[2]
+# A shell starts its background jobs with SIGINT ignored, and so would pytest be: tests send it one.
+_MAIN = """
+import signal, sys, pytest
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.exit(pytest.main(sys.argv[1:]))
+"""
 _SECTION = re.compile(r"^_{3,} (test_\w+) _{3,}$", re.MULTILINE)
 
 
@@ -23,7 +29,7 @@ def start_pytest(directory: Path, source: str, *options: str) -> subprocess.Pope
     """Write a test file into a directory and start pytest on it."""
     (directory / "test_sample.py").write_text(source)
     return subprocess.Popen(
-        [sys.executable, "-m", "pytest", "-p", "tests.harness.plugin", "-p", "no:cacheprovider", *options, "."],
+        [sys.executable, "-c", _MAIN, "-p", "tests.harness.plugin", "-p", "no:cacheprovider", *options, "."],
         cwd=directory,
         env=os.environ | {"PYTHONPATH": str(_REPOSITORY)},
         stdout=subprocess.PIPE,
