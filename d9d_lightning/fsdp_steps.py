@@ -10,6 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from d9d.core.fsdp_internals import fsdp_units
 from d9d_lightning.parallelize import outermost_with_forward
 
 
@@ -36,7 +37,7 @@ class FsdpSteps:
             optimizers: Optimizers of its parameters.
             is_manual: Whether the module's ``training_step`` runs the backward passes.
         """
-        self._units = [child for child in module.modules() if isinstance(child, FSDPModule)]
+        self._units = fsdp_units(module)
         self._root = module if is_manual and isinstance(module, FSDPModule) else None
         self._is_inside_step = False
         self._handles: list[RemovableHandle] = []

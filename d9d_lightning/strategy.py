@@ -19,11 +19,12 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from d9d.core.dist_context import DeviceMeshParameters, DistributedContext
+from d9d.core.fsdp_internals import fsdp_units
 from d9d.optim.local_shards import localize_optimizer
 from d9d_lightning.checkpoint import error_of, gather_checkpoint, shard_model_state, shard_optimizer_state
 from d9d_lightning.collectives import all_gather_stacked, reduce_over
@@ -69,9 +70,10 @@ class D9DStrategy(ParallelStrategy):
         Args:
             mesh: Parallelism degrees. None and "auto": as many replicas as the Trainer has processes.
             parallelize: How to distribute the module. A function of (module, context) that does it; or a mapping of
-                name patterns (as of `fnmatch` for each part of a dotted submodule name, so that "blocks.*" is each block) to
-                "replicate" or "shard" ("hsdp" is another word for it), where the first match counts. None: each repeated block, or else each submodule
-                of `min_unit_params`, is an FSDP unit. What is left is replicated, or sharded if anything is.
+                name patterns (as of `fnmatch` for each part of a dotted submodule name, so that "blocks.*" is each
+                block) to "replicate" or "shard" ("hsdp" is another word for it), where the first match counts. What
+                they leave is replicated. None: each repeated block, or else each submodule of `min_unit_params`, is an
+                FSDP unit, and so is the rest; without shards in the mesh everything is replicated.
             bucket_size_mb: Size of the gradient buckets of replicated parameters in MiB. Smaller ones overlap more of
                 the sums with the backward pass, larger ones cost less per byte.
             min_unit_params: Smallest FSDP unit of the default plan where no block repeats. Each unit costs about half
@@ -367,9 +369,8 @@ class D9DStrategy(ParallelStrategy):
     def on_validation_end(self) -> None:
         """Let ``parameters()`` show the shards again: without a backward pass FSDP leaves some gathered."""
         if self._context is not None:
-            for child in self._connected_module.modules():
-                if isinstance(child, FSDPModule):
-                    child.reshard()
+            for unit in fsdp_units(self._connected_module):
+                unit.reshard()
 
     on_test_start = on_predict_start = on_validation_start
     on_test_end = on_predict_end = on_validation_end

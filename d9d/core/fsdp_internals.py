@@ -1,12 +1,18 @@
-"""What we need of FSDP2 and it has no public name for, in torch 2.11 to 2.14. Nothing else looks inside it."""
+"""What we need of FSDP2 and it has no public name for, in torch 2.11 to 2.14."""
 # pyright: reportPrivateUsage=false
 
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+
+def fsdp_units(module: nn.Module) -> list[FSDPModule]:
+    """Return the FSDP units of a model, outer ones first."""
+    return [child for child in module.modules() if isinstance(child, FSDPModule)]
 
 
 def fsdp_parameters(unit: FSDPModule) -> list[FSDPParam]:

@@ -5,9 +5,8 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
-from d9d.core.fsdp_internals import fsdp_parameters, gathered_parameter
+from d9d.core.fsdp_internals import fsdp_parameters, fsdp_units, gathered_parameter
 from d9d.core.placement import refuse_direct_gradient
 
 
@@ -42,8 +41,7 @@ class FsdpAccumulation:
         """
         self._group = group
         self._device = device
-        found = (child for module in modules for child in module.modules())
-        self._units = [child for child in found if isinstance(child, FSDPModule)]
+        self._units = [unit for module in modules for unit in fsdp_units(module)]
         for unit in self._units:
             for parameter in fsdp_parameters(unit):
                 refuse_direct_gradient(parameter.sharded_param)
@@ -52,16 +50,31 @@ class FsdpAccumulation:
         self._stays_gathered = False
 
     def start_pack(self, num_microbatches: int) -> None:
-        """Prepare for a number of microbatches that belong to one step, before the first forward pass."""
+        """Prepare for a number of microbatches that belong to one step, before the first forward pass.
+
+        Raises:
+            ValueError: On all ranks, if they have different numbers in the first step and `keep_sharded` forbids it.
+        """
         if self._group is not None and self._units:
-            largest = torch.tensor(num_microbatches, device=self._device)
-            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._group)
-            num_microbatches = int(largest)
+            num_microbatches = self._agree(num_microbatches, self._group)
             self._group = None
         if num_microbatches > 1 and not self._stays_gathered and not self._keep_sharded:
             self._stays_gathered = True
             for unit in self._units:
                 unit.set_reshard_after_forward(False, recurse=False)
+
+    def _agree(self, num_microbatches: int, group: dist.ProcessGroup) -> int:
+        """Return the largest number of all ranks."""
+        extremes = torch.tensor([num_microbatches, -num_microbatches], device=self._device)
+        dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
+        largest, smallest = int(extremes[0]), -int(extremes[1])
+        if self._keep_sharded and largest != smallest:
+            raise ValueError(
+                f"ranks have {smallest} to {largest} microbatches in one step, but with "
+                f"gradient_manager.fsdp_keep_sharded: true each microbatch is a collective, so they would wait for "
+                f"ever. Set it to false, or give every rank as many."
+            )
+        return largest
 
     def before_backward(self, *, is_last: bool) -> None:
         """Sum gradients in the next backward pass if it is the last one of the step, and only then."""

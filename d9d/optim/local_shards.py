@@ -114,8 +114,11 @@ class _LocalShards:
             group["params"] = local
         if optimizer.state is not self._outer_state:
             self._outer_state = optimizer.state
+            inside: dict[torch.Tensor, torch.Tensor] = {
+                parameter: shard for outer, local in self._groups for parameter, shard in zip(outer, local, strict=True)
+            }
             self._local_state = defaultdict(
-                dict, {self._local_key(key): value for key, value in optimizer.state.items()}
+                dict, {inside.get(key, key): value for key, value in optimizer.state.items()}
             )
         optimizer.state = self._local_state
 
@@ -133,13 +136,6 @@ class _LocalShards:
             # Some optimizers (LBFGS) keep their state under the parameter they were given, not under that of the group.
             self._outer_state.update((outside.get(key, key), value) for key, value in self._local_state.items())
         optimizer.state = self._outer_state
-
-    def _local_key(self, key: torch.Tensor) -> torch.Tensor:
-        for outer, local in self._groups:
-            for parameter, shard in zip(outer, local, strict=True):
-                if parameter is key:
-                    return shard
-        return key
 
 
 def _local_parameter(parameter: nn.Parameter) -> nn.Parameter:
@@ -181,7 +177,8 @@ def _unwrap_state(optimizer: Optimizer, state_dict: _OptimizerState) -> _Optimiz
     indices = [index for group in state_dict["param_groups"] for index in group["params"]]
     by_index = dict(zip(indices, parameters, strict=False))
     state = {
-        index: {name: _unwrap(name, value, by_index[index]) for name, value in values.items()}
+        # What no parameter here answers to is left for torch, which refuses groups of another size.
+        index: {name: _unwrap(name, value, by_index.get(index)) for name, value in values.items()}
         for index, values in state_dict["state"].items()
     }
     return {**state_dict, "state": state}
@@ -197,7 +194,7 @@ def _wrap(name: str, value: Any, parameter: nn.Parameter) -> Any:  # noqa: ANN40
     return value
 
 
-def _unwrap(name: str, value: Any, parameter: torch.Tensor) -> Any:  # noqa: ANN401  # optimizer state is anything
+def _unwrap(name: str, value: Any, parameter: torch.Tensor | None) -> Any:  # noqa: ANN401  # optimizer state is anything
     if not isinstance(parameter, DTensor):
         return value
     if isinstance(value, DTensor):

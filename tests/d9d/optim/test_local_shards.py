@@ -287,3 +287,18 @@ def test_gradients_of_another_dtype():
     parameter.grad = distribute_tensor(torch.ones(4, 2), mesh, parameter.placements)
     optimizer.step()
     assert parameter.full_tensor().eq(-0.5).all()
+
+
+@pytest.mark.world_size(2)
+def test_state_for_other_parameters_is_refused_by_torch():
+    context = DeviceMeshParameters(data_parallel_shard=2).build()
+    module = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    larger = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    module(torch.ones(1, 3)).sum().backward()
+    larger.step()
+    part = nn.Linear(3, 4)
+    parallelize_hsdp(part, context.mesh_for(DENSE_DOMAIN)["dp_cp_shard"])
+    optimizer = torch.optim.SGD(part.parameters(), lr=0.1, momentum=0.9)
+    assert localize_optimizer(optimizer)
+    with pytest.raises(ValueError, match="doesn't match the size of optimizer's group"):
+        optimizer.load_state_dict(larger.state_dict())

@@ -172,6 +172,7 @@ def build_job(
     overrides: dict[str, Any] | None = None,
     data_provider: DataProvider | None = None,
     optimizer: dict[str, Any] | None = None,
+    task_class: type["Task"] | None = None,
 ) -> Job:
     config = TrainerConfig.model_validate(
         {
@@ -192,7 +193,7 @@ def build_job(
         "initial_multiplier": 1.0,
         "phases": [{"mode": "rest", "target_multiplier": 0.1, "curve": {"type": "linear"}}],
     }
-    task = Task(weight)
+    task = (task_class or Task)(weight)
     trainer = TrainingConfigurator(
         mesh=mesh,
         parameters=config,

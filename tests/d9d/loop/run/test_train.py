@@ -6,10 +6,21 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torchmetrics import MeanSquaredError
 
 from d9d.core.dist_context import DeviceMeshParameters
+from d9d.loop.control import CreateMetricsResult
 from d9d.loop.event.catalogue.train import EVENT_TRAIN_OPTIMIZER_STEP_PRE, EVENT_TRAIN_STEP_POST
-from tests.d9d.loop.run.regression_job import GLOBAL_BATCH_SIZE, Data, build_job, build_model, collate, plain_losses
+from d9d.metric.impl.torchmetrics import TorchMetricsMetric
+from tests.d9d.loop.run.regression_job import (
+    GLOBAL_BATCH_SIZE,
+    Data,
+    Task,
+    build_job,
+    build_model,
+    collate,
+    plain_losses,
+)
 from tests.harness.parity import FP32_CLOSE, FP64_EXACT, named_full_parameters
 
 MESHES = {
@@ -206,4 +217,34 @@ def test_a_penalty_over_parameters_is_refused(tmp_path, mesh):
 
     job.task.compute_loss = with_penalty
     with pytest.raises(RuntimeError, match=r"reached a distributed parameter of shape .* directly"):
+        job.trainer.train()
+
+
+class MeasuringTask(Task):
+    """Measures, by a metric of torchmetrics, what it also optimises."""
+
+    def create_metrics(self, ctx):
+        return CreateMetricsResult(metrics={"mse": TorchMetricsMetric(MeanSquaredError())})
+
+    def compute_loss(self, ctx):
+        ctx.state.output = ctx.pipeline_results
+        return super().compute_loss(ctx)
+
+    def update_metrics(self, ctx):
+        ctx.metrics["mse"].update(ctx.state.output, ctx.state.y)
+
+
+@pytest.mark.world_size(2)
+def test_a_metric_of_the_outputs_equals_the_loss(tmp_path):
+    job = build_job(MESHES[2][0], tmp_path, total_steps=4, task_class=MeasuringTask, dtype=torch.float32)
+    job.trainer.train()
+    if dist.get_rank() == 0:
+        assert job.logged("mse") == pytest.approx(job.losses(), rel=1e-6)
+
+
+@pytest.mark.world_size(2)
+def test_uneven_packs_are_refused_where_every_microbatch_is_a_collective(tmp_path):
+    overrides = {"gradient_manager": {"fsdp_keep_sharded": True}}
+    job = build_job(MESHES[2][1], tmp_path, data_provider=lambda context: UnevenStream(), overrides=overrides)
+    with pytest.raises(ValueError, match=r"ranks have 1 to 4 microbatches"):
         job.trainer.train()
