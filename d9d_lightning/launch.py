@@ -2,6 +2,7 @@
 # Lightning's launchers are its own, and the only ones its trainer knows
 # pyright: reportPrivateUsage=false
 
+import contextlib
 import logging
 import os
 import weakref
@@ -57,7 +58,9 @@ class ScriptLauncher(_SubprocessScriptLauncher):
     def launch(self, function: Callable[..., T], *args: object, trainer: Trainer | None = None, **kwargs: object) -> T:
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         if self.cluster_environment.creates_processes_externally:
-            with ends_with_parent(int(os.environ.get(_LAUNCHER_PID, os.getppid()))):
+            # Who sets LOCAL_RANK by hand may well leave the process alone afterwards.
+            launcher = os.environ.get(_LAUNCHER_PID)
+            with contextlib.nullcontext() if launcher is None else ends_with_parent(int(launcher)):
                 return function(*args, **kwargs)
         os.environ[_LAUNCHER_PID] = str(os.getpid())
         self._call_children_scripts()

@@ -21,7 +21,7 @@ def ends_with_parent(parent_pid: int) -> Generator[None]:
     itself is killed: they would wait for rank 0 until their time limit, half an hour later.
 
     Args:
-        parent_pid: Process that started this one.
+        parent_pid: Process that started this one, directly or through a shell.
     """
     is_over = threading.Event()
     watch = threading.Thread(target=_watch, args=(parent_pid, is_over), name="d9d-parent-watch", daemon=True)
@@ -39,7 +39,9 @@ def ends_with_torchrun() -> contextlib.AbstractContextManager[None]:
 
 
 def _watch(parent_pid: int, is_over: threading.Event) -> None:
-    while os.getppid() == parent_pid:
+    is_child = os.getppid() == parent_pid
+    # A process that is not collected by its own parent still exists when it has died, but has no children any more.
+    while os.getppid() == parent_pid if is_child else _exists(parent_pid):
         if is_over.wait(_PERIOD_S):
             return
     if not is_over.wait(_GRACE_S):
@@ -47,3 +49,13 @@ def _watch(parent_pid: int, is_over: threading.Event) -> None:
         sys.stderr.flush()
         # Not sys.exit: the main thread may be inside a collective that never returns.
         os._exit(1)
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

@@ -231,5 +231,20 @@ def test_a_process_ends_with_its_parent():
     assert "is gone" in process.stderr
 
 
+def test_a_process_whose_launcher_lives_goes_on():
+    """Also if a shell stands between them."""
+    code = (
+        "import os, time\n"
+        "from d9d.core import parent_watch\n"
+        "parent_watch._PERIOD_S = parent_watch._GRACE_S = 0.1\n"
+        f"with parent_watch.ends_with_parent({os.getpid()}):\n"
+        "    time.sleep(1)\n"
+    )
+    environment = os.environ | {"CODE": code}
+    command = f'{sys.executable} -c "$CODE"; exit $?'
+    process = subprocess.run(["sh", "-c", command], cwd=ROOT, env=environment, timeout=TIME_LIMIT_S, check=False)
+    assert process.returncode == 0
+
+
 def test_module_is_exported():
     assert issubclass(D9DStrategy, L.pytorch.strategies.ParallelStrategy)
