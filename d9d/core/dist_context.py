@@ -246,12 +246,15 @@ class DistributedContext:
         self._pool: GroupPool | None = None
         self._meshes: dict[str, DeviceMesh] = {}
         self._data_group: dist.ProcessGroup | None = None
+        self._replica_group: dist.ProcessGroup | None = None
         if params.is_distributed:
             self._launch.ensure_process_group(communication_backend(device.type))
             self._pool = GroupPool()
             self._meshes = _build_meshes(params, self._layout, self._pool, device.type)
             data_ranks = self._layout.peers(tuple(name for name in params.root_shape if name != "tp"))
             self._data_group = self._pool.group(data_ranks, "data")
+            replicas = tuple(name for name in params.root_shape if name not in ("pp", "tp"))
+            self._replica_group = self._pool.group(self._layout.peers(replicas), "replicas")
         self._logger = build_dist_logger(self._qualifier(), log_level)
 
     def _qualifier(self) -> str:
@@ -337,6 +340,25 @@ class DistributedContext:
         Tensor-parallel peers compute the same loss, so summing over them would count it twice.
         """
         return self._data_group
+
+    @property
+    def replica_group(self) -> dist.ProcessGroup | None:
+        """Group of the ranks that run the same stages on different data. None on one rank."""
+        return self._replica_group
+
+    @cached_property
+    def pipeline_group(self) -> dist.ProcessGroup:
+        """Group of this rank's pipeline for transfers between stages, by ``pp`` coordinate. All ranks must ask for it.
+
+        A group of its own, created when first asked for: transfers are ordered among themselves alone, and a failing
+        rank can end them without touching the collectives of the job.
+
+        Raises:
+            RuntimeError: If the job runs on one rank, where no group exists.
+        """
+        if self._pool is None:
+            raise RuntimeError("pipeline_group: all parallelism degrees are 1, so there is no process group.")
+        return self._pool.separate_group(self._layout.peers(("pp",)), "pipeline")
 
     @property
     def groups(self) -> tuple[dist.ProcessGroup, ...]:

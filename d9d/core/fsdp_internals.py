@@ -1,6 +1,7 @@
 """What we need of FSDP2 and it has no public name for, in torch 2.11 to 2.14."""
 # pyright: reportPrivateUsage=false
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -35,6 +36,18 @@ def count_unused_as_zero(unit: FSDPModule) -> None:
         return
     for group in _param_groups(unit):
         _fill_before_reduce(group)
+
+
+def sum_gradients_now(units: Iterable[FSDPModule]) -> None:
+    """Sum what has been accumulated in the units of some models, and free what is gathered, as a backward pass would.
+
+    All ranks must call it for the same units.
+    """
+    for unit in units:
+        state = unit._get_fsdp_state()
+        # Known since the first forward pass. The root also sums for the units below it that autograd has not reached.
+        if state._is_root:
+            state._root_post_backward_final_callback()
 
 
 def _param_groups(unit: FSDPModule) -> list[FSDPParamGroup]:

@@ -52,6 +52,7 @@ class GroupPool:
         world = dist.group.WORLD
         assert world is not None  # the caller has initialised it
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {tuple(range(dist.get_world_size())): world}
+        self._separate: list[dist.ProcessGroup] = []
 
     def group(self, ranks: tuple[int, ...], description: str) -> dist.ProcessGroup:
         """Return the group of the given ranks, this one among them, creating it on first use.
@@ -69,12 +70,22 @@ class GroupPool:
             self._groups[ranks] = group
         return self._groups[ranks]
 
+    def separate_group(self, ranks: tuple[int, ...], description: str) -> dist.ProcessGroup:
+        """Create a further group of the given ranks, whose operations are ordered among themselves alone.
+
+        The rules of `group` for members and order hold here too.
+        """
+        group = dist.new_group(list(ranks), use_local_synchronization=True, group_desc=description)
+        assert isinstance(group, dist.ProcessGroup)  # only non-members get a placeholder
+        self._separate.append(group)
+        return group
+
     @property
     def groups(self) -> tuple[dist.ProcessGroup, ...]:
         """All groups of this rank, the default one first."""
-        return tuple(self._groups.values())
+        return *self._groups.values(), *self._separate
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the time limit of collectives that start from now on, on every group."""
-        for group in self._groups.values():
+        for group in self.groups:
             _set_pg_timeout(timeout, group)

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from d9d.core.fsdp_internals import fsdp_parameters, fsdp_units, gathered_parameter
+from d9d.core.fsdp_internals import fsdp_parameters, fsdp_units, gathered_parameter, sum_gradients_now
 from d9d.core.placement import refuse_direct_gradient
 
 
@@ -58,10 +58,8 @@ class FsdpAccumulation:
         if self._group is not None and self._units:
             num_microbatches = self._agree(num_microbatches, self._group)
             self._group = None
-        if num_microbatches > 1 and not self._stays_gathered and not self._keep_sharded:
-            self._stays_gathered = True
-            for unit in self._units:
-                unit.set_reshard_after_forward(False, recurse=False)
+        if num_microbatches > 1 and not self._keep_sharded:
+            self._stay_gathered()
 
     def _agree(self, num_microbatches: int, group: dist.ProcessGroup) -> int:
         """Return the largest number of all ranks."""
@@ -84,6 +82,25 @@ class FsdpAccumulation:
         for unit in self._units:
             unit.set_requires_gradient_sync(is_last, recurse=False)
             unit.set_reshard_after_backward(is_last, recurse=False)
+
+    def before_split_backward(self) -> None:
+        """Only accumulate in the next backward pass, which gives the gradients of some of the parameters or of none."""
+        self._stay_gathered()
+        self.before_backward(is_last=False)
+
+    def sum_accumulated(self) -> None:
+        """Sum what backward passes have accumulated, where none of them was announced as the last one."""
+        for unit in self._units:
+            unit.set_requires_gradient_sync(True, recurse=False)
+            unit.set_reshard_after_backward(True, recurse=False)
+        sum_gradients_now(self._units)
+        self._is_last = True
+
+    def _stay_gathered(self) -> None:
+        if not self._stays_gathered:
+            self._stays_gathered = True
+            for unit in self._units:
+                unit.set_reshard_after_forward(False, recurse=False)
 
     def after_update(self) -> None:
         """Free what is gathered, after an optimizer step has changed the shards.

@@ -45,7 +45,8 @@ class GradientSynchronizer:
         """Describe the parameters; `bind` allocates.
 
         Args:
-            param_groups: Parameters; no bucket spans two lists.
+            param_groups: Parameters, such as those of one pipeline stage; no bucket spans two lists. The sums of a list
+                start after those of the lists before it, so the ones that are ready first come first.
             bucket_size_mb: Size at which a bucket is full, in MiB. Larger parameters get a bucket of their own.
             plain_groups: Groups over which plain tensors are replicated, innermost first. By default they are taken to
                 belong to this rank alone.
@@ -56,6 +57,7 @@ class GradientSynchronizer:
         self._bucket_size_bytes = bucket_size_mb * 2**20
         self._plain_groups = plain_groups
         self._buckets: list[GradientBucket] = []
+        self._buckets_of_group: list[list[GradientBucket]] = []
         self._unbucketed: list[nn.Parameter] = []
         self._norm_parts: list[tuple[ShardedAlike, list[GradientBucket], list[nn.Parameter]]] = []
         self._handles: list[RemovableHandle] = []
@@ -66,11 +68,14 @@ class GradientSynchronizer:
         if self._handles or self._buckets:
             raise RuntimeError("the gradient synchronizer is bound already; unbind it first")
         for group in self._param_groups:
+            buckets: list[GradientBucket] = []
             for parameters, groups in self._fill_buckets(group):
                 if groups:
-                    self._buckets.append(GradientBucket(parameters, groups))
+                    buckets.append(GradientBucket(parameters, groups))
                 else:
                     self._unbucketed.extend(parameters)
+            self._buckets_of_group.append(buckets)
+            self._buckets.extend(buckets)
         self._norm_parts = self._group_for_norm()
         for parameter in (parameter for group in self._param_groups for parameter in group):
             if has_compute_leaf(parameter):
@@ -88,7 +93,8 @@ class GradientSynchronizer:
             bucket.detach()
         for parameter in self._unbucketed:
             parameter.grad = None
-        self._handles, self._buckets, self._unbucketed, self._norm_parts = [], [], [], []
+        self._handles, self._buckets, self._buckets_of_group = [], [], []
+        self._unbucketed, self._norm_parts = [], []
 
     def set_required_accumulations(self, require_accumulations: int) -> None:
         """Start a pack: sum a bucket once each of its parameters has got this many gradients.
@@ -99,6 +105,15 @@ class GradientSynchronizer:
         self._next_bucket = 0
         for bucket in self._buckets:
             bucket.start_pack(require_accumulations)
+
+    def sum_after_next_backward(self, param_group: int) -> None:
+        """Sum the buckets of one list of parameters in the next backward pass, in a pack that only accumulates so far.
+
+        Args:
+            param_group: Index of the list.
+        """
+        for bucket in self._buckets_of_group[param_group]:
+            bucket.start_pack(1)
 
     def wait(self) -> None:
         """Finish the sums of the pack. All ranks must call it; on an accelerator it does not block the host."""

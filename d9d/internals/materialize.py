@@ -7,13 +7,19 @@ then keeps its part. The random generator is seeded from the name of the module,
 other modules on this rank matter (a pipeline rank builds some layers only). A model whose root initialises the
 parameters of its children directly reaches them as DTensors; random numbers are drawn full there too, by a dispatch
 mode.
+
+[Note: stages that use the same names]
+Stages that number their layers from 0 each, or whose root initialises everything by itself, would draw the same numbers
+again and again. So where several stages of a pipeline have a module of one name, all but the first of them are seeded
+from the number of the stage too. Their values then depend on how the model was cut; names that are unique over the whole
+model, such as the layer's number in it, avoid that.
 """
 # parameters are exchanged where torch keeps them, past the checks of nn.Module (torch 2.13)
 # pyright: reportPrivateUsage=false
 
 import contextlib
 import hashlib
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -43,7 +49,12 @@ _RANDOM_IN_PLACE = frozenset(
 
 @torch.no_grad()
 def materialize_module(
-    module: nn.Module, device: torch.device, seed: int, *, group: dist.ProcessGroup | None = None
+    module: nn.Module,
+    device: torch.device,
+    seed: int,
+    *,
+    group: dist.ProcessGroup | None = None,
+    seed_names: Mapping[str, str] | None = None,
 ) -> None:
     """Allocate the local shard of every parameter and buffer and initialise it by ``reset_parameters``.
 
@@ -54,7 +65,8 @@ def materialize_module(
         module: Root of a model that is already parallelised, in part or whole on the meta device.
         device: Where the shards go.
         seed: Seed of the values, the same on all ranks.
-        group: Ranks that build the same module and must fail together; all of them must call this.
+        group: Ranks that build their modules at the same time and must fail together; all of them must call this.
+        seed_names: Names to seed some modules from instead of their own, by their own.
 
     Raises:
         TypeError: If the root has no ``reset_parameters``.
@@ -76,7 +88,8 @@ def materialize_module(
         stack.enter_context(torch.random.fork_rng(devices=[] if device.type == "cpu" else [device]))
         stack.enter_context(_FullRandom())
         for name, child in module.named_modules():
-            stack.enter_context(_initialise_by_name(child, name, seed))
+            seed_name = name if seed_names is None else seed_names.get(name, name)
+            stack.enter_context(_initialise_by_name(child, seed_name, seed))
         module.reset_parameters()  # pyright: ignore[reportCallIssue]  # checked above
     untouched = [
         name
@@ -84,6 +97,30 @@ def materialize_module(
         if name in poisoned and poisoned[name].is_in(local_tensor(tensor))
     ]
     _raise_together(type(module).__name__.removeprefix("FSDP"), untouched, group)
+
+
+def seed_names_of_stages(
+    modules: Sequence[nn.Module], stages: Sequence[int], group: dist.ProcessGroup
+) -> list[dict[str, str]]:
+    """Find the modules whose names other stages of the pipeline have too. See [Note: stages that use the same names].
+
+    Args:
+        modules: Stages of this rank.
+        stages: Their indices in the pipeline.
+        group: Ranks of the pipeline; all must call this.
+
+    Returns:
+        The `seed_names` of each stage, for `materialize_module`.
+    """
+    own = {stage: [name for name, _ in module.named_modules()] for stage, module in zip(stages, modules, strict=True)}
+    by_rank: list[dict[int, list[str]]] = [{} for _ in range(group.size())]
+    dist.all_gather_object(by_rank, own, group=group)
+    everywhere = {stage: names for rank_stages in by_rank for stage, names in rank_stages.items()}
+    first_stage: dict[str, int] = {}
+    for stage in sorted(everywhere):
+        for name in everywhere[stage]:
+            first_stage.setdefault(name, stage)
+    return [{name: f"stage {stage}: {name}" for name in own[stage] if first_stage[name] != stage} for stage in stages]
 
 
 def _allocate(module: nn.Module, device: torch.device) -> None:

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Annotated, Literal, Self, TypeAlias
 
 import torch
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from d9d.pipelining.factory import AnyPipelineScheduleConfig, PipelineScheduleGPipeConfig
+from d9d.pipelining.visualize import PICTURE_SUFFIXES
 from d9d.tracker import AnyTrackerConfig, RunConfig
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "JobLoggerConfig",
     "JobScheduleConfig",
     "ModelStageFactoryConfig",
+    "PipelineTimelineConfig",
     "PipeliningConfig",
     "ProfilingConfig",
     "StepActionPeriod",
@@ -118,6 +120,28 @@ class DeterminismConfig(BaseModel):
     base_seed: int = Field(ge=0, lt=2**63, description="Seed that every generator of the job is derived from.")
 
 
+class PipelineTimelineConfig(BaseModel):
+    """Sets when to measure what each pipeline rank does in a step."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    path: Path = Field(
+        description="Picture to write, .svg or .html. The measurements go beside it as .json, for python -m d9d pipeline."
+    )
+    step: int = Field(
+        default=3,
+        ge=1,
+        description="Step to measure, from 1. Default 3: the first ones allocate. The host waits for each action then.",
+    )
+
+    @field_validator("path")
+    @classmethod
+    def _check_path(cls, path: Path) -> Path:
+        if path.suffix not in PICTURE_SUFFIXES:
+            raise ValueError(f"path ({path}) must end in {' or '.join(PICTURE_SUFFIXES)}.")
+        return path
+
+
 class PipeliningConfig(BaseModel):
     """Sets how the microbatches of a pack run through the stages."""
 
@@ -126,6 +150,9 @@ class PipeliningConfig(BaseModel):
     schedule: AnyPipelineScheduleConfig = Field(
         default_factory=PipelineScheduleGPipeConfig,
         description="Pipeline schedule. Without pipeline parallelism, all of them run one microbatch after another.",
+    )
+    timeline: PipelineTimelineConfig | None = Field(
+        default=None, description="Measure one step of the first replica and draw it. Default: no measurement."
     )
 
 

@@ -9,8 +9,10 @@ from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 import torch
 
 from d9d.core.types import PyTree, TensorSpec
+from d9d.pipelining.actions import ActionBase
 
 __all__ = [
+    "ActionTiming",
     "BackwardObserver",
     "ModuleSupportsPipelining",
     "PipelineLossFn",
@@ -161,19 +163,33 @@ PipelineResultFn: TypeAlias = Callable[[TPipelineOutput, int], None]
 
 
 class BackwardObserver(Protocol):
-    """Hears about each backward pass of a pack just before it runs."""
+    """Hears about the backward passes of a pack that produce gradients of weights.
 
-    def before_backward(self, microbatch_index: int, num_microbatches: int) -> None:
-        """Prepare for the backward pass of one microbatch.
+    Per stage there is one such pass for each microbatch: the full backward pass, or the second half of a split one.
+    """
 
-        Called on every rank for every microbatch, in the order in which the backward passes run. The last call of a pack
-        has the place to switch gradient communication on.
+    def before_backward(self, stage: int, *, is_last: bool, is_second_half: bool) -> None:
+        """Prepare for a pass just before it runs.
 
         Args:
-            microbatch_index: Zero-based index of the microbatch in the pack.
-            num_microbatches: Number of microbatches of the pack.
+            stage: Position of the stage among those of this rank.
+            is_last: Whether no further pass of the pack produces gradients in this stage. Here is the place to switch
+                gradient communication on. The last passes of a rank's stages come in descending order of the stages.
+            is_second_half: Whether it follows `before_split_backward`. Autograd may run no module then.
         """
         ...
+
+    def before_split_backward(self, stage: int) -> None:
+        """Prepare for the first half of a split pass, which produces gradients of activations, just before it runs."""
+        ...
+
+    def after_last_backward(self, stage: int, *, is_second_half: bool) -> None:
+        """Take note that all gradients of a stage are there; takes what `before_backward` has got."""
+        ...
+
+
+ActionTiming: TypeAlias = tuple[ActionBase, float, float]
+"""An action with its start and end, in seconds since the start of the step."""
 
 
 class PipelineSchedule(abc.ABC, Generic[TPipelineInput, TSharedInput, TPipelineOutput]):
@@ -198,6 +214,14 @@ class PipelineSchedule(abc.ABC, Generic[TPipelineInput, TSharedInput, TPipelineO
     @abc.abstractmethod
     def set_backward_observer(self, observer: BackwardObserver | None) -> None:
         """Tell one object about each backward pass from the next step on. `None` tells nobody."""
+
+    @abc.abstractmethod
+    def record_next_step(self) -> None:
+        """Measure each action of the next step. On an accelerator the host waits for each of them then."""
+
+    @abc.abstractmethod
+    def take_timings(self) -> list[ActionTiming]:
+        """Return what the recorded step has taken, and record no more. Empty if no step has been recorded."""
 
 
 # Stage modules are of any type here: what a job puts into `inputs`, `shared` and the output is its own choice.

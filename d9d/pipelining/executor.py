@@ -1,16 +1,284 @@
-"""Runs the microbatches of a pack one after another on a single stage."""
+"""Runs packs of microbatches: by a program over the stages of a pipeline, or one after another on a single stage."""
 
-from typing import Any
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias, TypeGuard
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from d9d.pipelining.api import BackwardObserver, PipelineLossFn, PipelineResultFn, PipelineSchedule
+from d9d.core.device import synchronize
+from d9d.core.dist_context import DistributedContext
+from d9d.pipelining.actions import (
+    ActionBase,
+    BackwardFullInputComputeAction,
+    BackwardWeightComputeAction,
+    ForwardComputeAction,
+    flat_actions,
+)
+from d9d.pipelining.api import ActionTiming, BackwardObserver, PipelineLossFn, PipelineResultFn, PipelineSchedule
+from d9d.pipelining.failure import FailureBoard
+from d9d.pipelining.p2p import BufferPool, Transport, build_transport
+from d9d.pipelining.programs import PipelineProgramBuilder
+from d9d.pipelining.stage import PipelineStage
+from d9d.pipelining.validate import validate_program
 
-__all__ = ["OfflinePipelineExecutor"]
+__all__ = ["OfflinePipelineExecutor", "PipelineScheduleExecutor"]
+
+AnyPipelineStage: TypeAlias = PipelineStage[Any, Any, Any, Any]
 
 
-# `Any`: the executor passes what the job's own types hold from the task to the model and back, and looks at none of it.
+MAX_VALIDATED_ACTIONS = 50_000
+"""Actions of all ranks up to which an executor validates a program that it has composed."""
+
+
+class _RankProgram:
+    """What this rank does with a pack of some size, looked up once."""
+
+    def __init__(self, actions: Sequence[ActionBase]) -> None:
+        self.actions = tuple(actions)
+        flat = list(flat_actions(actions))
+        self.has_backward = any(action.has_backward_work for action in flat)
+        self.num_weight_passes = Counter(action.stage_idx for action in flat if _produces_weight_gradients(action))
+
+
+def _produces_weight_gradients(
+    action: ActionBase,
+) -> TypeGuard[BackwardFullInputComputeAction | BackwardWeightComputeAction]:
+    match action:
+        case BackwardFullInputComputeAction(full_backward=is_full):
+            return is_full
+        case BackwardWeightComputeAction():
+            return True
+        case _:
+            return False
+
+
+# `Any`: the executors pass what the job's own types hold from the task to the model and back, and look at none of it.
+class _PackRun:
+    """The `ActionContext` of one pack."""
+
+    def __init__(
+        self,
+        stages: Mapping[int, AnyPipelineStage],
+        transport: Transport,
+        program: _RankProgram,
+        inputs: tuple[Any, ...],
+        shared: tuple[Any, ...],
+        callback: PipelineLossFn[Any] | PipelineResultFn[Any],
+        observer: BackwardObserver | None,
+    ) -> None:
+        self._stages = stages
+        self._transport = transport
+        self._has_backward = program.has_backward
+        self._inputs = inputs
+        self._shared = shared
+        self._callback = callback
+        self._observer = observer
+        self._positions = {index: position for position, index in enumerate(stages)}
+        self._num_weight_passes_left = program.num_weight_passes.copy()
+
+    def forward(self, stage_idx: int, microbatch_idx: int) -> None:
+        """Run a microbatch through a stage, and the callback of the step behind the last one."""
+        self._transport.flush()
+        stage = self._stages[stage_idx]
+        output = stage.forward(microbatch_idx, self._inputs[microbatch_idx], self._shared[microbatch_idx])
+        if not stage.info.is_current_stage_last:
+            return
+        result = self._callback(output, microbatch_idx)
+        if self._has_backward:
+            stage.set_loss(microbatch_idx, _checked_loss(result, microbatch_idx))
+
+    def backward(self, stage_idx: int, microbatch_idx: int) -> None:
+        """Compute all gradients of a microbatch in a stage."""
+        self._run_weight_pass(self._stages[stage_idx].backward, stage_idx, microbatch_idx, is_second_half=False)
+
+    def backward_input(self, stage_idx: int, microbatch_idx: int) -> None:
+        """Compute the gradients of a stage's inputs."""
+        self._transport.flush()
+        if self._observer is not None:
+            self._observer.before_split_backward(self._positions[stage_idx])
+        self._stages[stage_idx].backward_input(microbatch_idx)
+
+    def backward_weight(self, stage_idx: int, microbatch_idx: int) -> None:
+        """Compute the gradients of a stage's weights that are left."""
+        self._run_weight_pass(self._stages[stage_idx].backward_weight, stage_idx, microbatch_idx, is_second_half=True)
+
+    def _run_weight_pass(
+        self, run: Callable[[int], None], stage_idx: int, microbatch_idx: int, *, is_second_half: bool
+    ) -> None:
+        self._transport.flush()
+        if self._observer is None:
+            run(microbatch_idx)
+            return
+        self._num_weight_passes_left[stage_idx] -= 1
+        is_last = self._num_weight_passes_left[stage_idx] == 0
+        position = self._positions[stage_idx]
+        self._observer.before_backward(position, is_last=is_last, is_second_half=is_second_half)
+        run(microbatch_idx)
+        if is_last:
+            self._observer.after_last_backward(position, is_second_half=is_second_half)
+
+    def send_forward(self, stage_idx: int, microbatch_idx: int) -> None:
+        """Start to send the output of a stage."""
+        self._stages[stage_idx].send_forward(microbatch_idx)
+
+    def receive_forward(self, stage_idx: int, microbatch_idx: int) -> None:
+        """Start to receive the input of a stage."""
+        self._stages[stage_idx].receive_forward(microbatch_idx, self._inputs[microbatch_idx])
+
+    def send_backward(self, stage_idx: int, microbatch_idx: int) -> None:
+        """Start to send the gradients of a stage's input."""
+        self._stages[stage_idx].send_backward(microbatch_idx)
+
+    def receive_backward(self, stage_idx: int, microbatch_idx: int) -> None:
+        """Start to receive the gradients of a stage's output."""
+        self._stages[stage_idx].receive_backward(microbatch_idx)
+
+
+class _Stopwatch:
+    """Measures the actions of one step, when it is told to."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._timings: list[ActionTiming] | None = None
+        self._start = self._last = 0.0
+
+    @property
+    def is_running(self) -> bool:
+        return self._timings is not None
+
+    def start(self) -> None:
+        self._timings = []
+
+    def start_step(self) -> None:
+        self._start = time.perf_counter()
+        self._last = 0.0
+
+    def lap(self, action: ActionBase) -> None:
+        """Take down that an action, which began where the one before ended, is done."""
+        synchronize(self._device)
+        now = time.perf_counter() - self._start
+        if self._timings is not None:
+            self._timings.append((action, self._last, now))
+        self._last = now
+
+    def take(self) -> list[ActionTiming]:
+        timings, self._timings = self._timings or [], None
+        return timings
+
+
+class PipelineScheduleExecutor(PipelineSchedule[Any, Any, Any]):
+    """Runs the program of a schedule over the stages of this rank."""
+
+    def __init__(
+        self,
+        dist_context: DistributedContext,
+        stages: Sequence[AnyPipelineStage],
+        program_builder: PipelineProgramBuilder,
+    ) -> None:
+        """Connect stages and schedule. Nothing is sent before the first step.
+
+        Args:
+            dist_context: Topology of the job.
+            stages: The stages of this rank, in stage order.
+            program_builder: Composes a program for each number of microbatches that comes along.
+        """
+        self._device = dist_context.current_device
+        self._group = stages[0].group
+        self._stages = {stage.info.current_stage: stage for stage in stages}
+        self._builder = program_builder
+        self._programs: dict[int, _RankProgram] = {}
+        self._observer: BackwardObserver | None = None
+        self._transport = build_transport(self._group, self._device)
+        self._pool = BufferPool(self._device)
+        self._failures = FailureBoard(self._group, self._device)
+        self._has_failed = False
+        self._stopwatch = _Stopwatch(self._device)
+        for stage in stages:
+            stage.connect(self._stages, self._transport, self._pool, self._device)
+
+    def set_backward_observer(self, observer: BackwardObserver | None) -> None:
+        """Tell one object about each backward pass from the next step on."""
+        self._observer = observer
+
+    def record_next_step(self) -> None:
+        """Measure each action of the next step."""
+        self._stopwatch.start()
+
+    def take_timings(self) -> list[ActionTiming]:
+        """Return what the recorded step has taken, and record no more."""
+        return self._stopwatch.take()
+
+    def step(
+        self,
+        inputs_microbatches: tuple[Any, ...],
+        shared_microbatches: tuple[Any, ...],
+        callback: PipelineLossFn[Any] | PipelineResultFn[Any],
+    ) -> None:
+        """Run one pack. All ranks of the pipeline must call it, with as many microbatches.
+
+        Raises:
+            ValueError: The pack is empty, or ranks have different numbers of microbatches in the first step.
+            PipelineActionError: An action has failed on this rank; its cause is what the user's code has raised.
+            PipelinePeerError: An action has failed on another rank.
+            RuntimeError: A step has failed before.
+        """
+        if self._has_failed:
+            raise RuntimeError("the pipeline has failed in an earlier step and can not go on: start the job anew.")
+        _check_pack(len(inputs_microbatches), len(shared_microbatches))
+        program = self._program(len(inputs_microbatches))
+        for stage in self._stages.values():
+            stage.start_pack(has_backward=program.has_backward)
+        run = _PackRun(
+            self._stages, self._transport, program, inputs_microbatches, shared_microbatches, callback, self._observer
+        )
+        self._run(program, run)
+        self._pool.end_step()
+
+    def _run(self, program: _RankProgram, run: _PackRun) -> None:
+        action = program.actions[0]
+        is_measured = self._stopwatch.is_running
+        try:
+            self._stopwatch.start_step()
+            for action in program.actions:
+                action.apply(run)
+                if is_measured:
+                    self._stopwatch.lap(action)
+            self._transport.finish()
+        except Exception as error:
+            self._has_failed = True
+            raise self._failures.report(action, error) from error
+        except BaseException as error:
+            self._has_failed = True
+            self._failures.report_interruption(action, error)
+            raise
+
+    def _program(self, num_microbatches: int) -> _RankProgram:
+        if num_microbatches not in self._programs:
+            if not self._programs:
+                self._agree_on_pack(num_microbatches)
+            programs = self._builder.compose(num_microbatches=num_microbatches, pp_size=self._group.size())
+            # The check takes seconds for programs of a million actions. What is wrong with a builder shows in small ones.
+            if sum(map(len, programs.values())) <= MAX_VALIDATED_ACTIONS:
+                validate_program(programs)
+            self._programs[num_microbatches] = _RankProgram(programs[self._group.rank()])
+        return self._programs[num_microbatches]
+
+    def _agree_on_pack(self, num_microbatches: int) -> None:
+        """Refuse packs of different sizes, on all ranks, while nobody waits for a microbatch that never comes."""
+        counts = [torch.empty(1, dtype=torch.int64, device=self._device) for _ in range(self._group.size())]
+        dist.all_gather(counts, torch.tensor([num_microbatches], device=self._device), group=self._group)
+        by_rank = [int(count) for count in counts]
+        if len(set(by_rank)) > 1:
+            raise ValueError(
+                f"the ranks of a pipeline have packs of different sizes: {by_rank} microbatches by pipeline rank. Each "
+                f"must read the same data: a data provider may look at dp_rank, but not at the global rank."
+            )
+
+
 class OfflinePipelineExecutor(PipelineSchedule[Any, Any, Any]):
     """Runs forward, callback and backward of each microbatch in turn, without communication between stages.
 
@@ -27,6 +295,15 @@ class OfflinePipelineExecutor(PipelineSchedule[Any, Any, Any]):
         self._model = model
         self._do_backward = do_backward
         self._backward_observer = backward_observer
+        self._stopwatch = _Stopwatch(next((p.device for p in model.parameters()), torch.device("cpu")))
+
+    def record_next_step(self) -> None:
+        """Measure each forward and backward pass of the next step."""
+        self._stopwatch.start()
+
+    def take_timings(self) -> list[ActionTiming]:
+        """Return what the recorded step has taken, and record no more."""
+        return self._stopwatch.take()
 
     def set_backward_observer(self, observer: BackwardObserver | None) -> None:
         """Tell one object about each backward pass from the next step on."""
@@ -46,6 +323,7 @@ class OfflinePipelineExecutor(PipelineSchedule[Any, Any, Any]):
         """
         num_microbatches = len(inputs_microbatches)
         _check_pack(num_microbatches, len(shared_microbatches))
+        self._stopwatch.start_step()
         for index in range(num_microbatches):
             self._run_microbatch(
                 inputs_microbatches[index], shared_microbatches[index], callback, index, num_microbatches
@@ -61,12 +339,21 @@ class OfflinePipelineExecutor(PipelineSchedule[Any, Any, Any]):
     ) -> None:
         # Locals of this frame are what keeps the graph alive: they go when it returns.
         loss = callback(self._model(inputs, shared), index)
-        if not self._do_backward:
+        if self._stopwatch.is_running:
+            self._stopwatch.lap(ForwardComputeAction(0, index))
+        if self._do_backward:
+            self._run_backward(_checked_loss(loss, index), is_last=index == num_microbatches - 1)
+            if self._stopwatch.is_running:
+                self._stopwatch.lap(BackwardFullInputComputeAction(0, index, full_backward=True))
+
+    def _run_backward(self, loss: torch.Tensor, *, is_last: bool) -> None:
+        if self._backward_observer is None:
+            loss.backward()
             return
-        loss = _checked_loss(loss, index)
-        if self._backward_observer is not None:
-            self._backward_observer.before_backward(index, num_microbatches)
+        self._backward_observer.before_backward(0, is_last=is_last, is_second_half=False)
         loss.backward()
+        if is_last:
+            self._backward_observer.after_last_backward(0, is_second_half=False)
 
 
 def _check_pack(num_inputs: int, num_shared: int) -> None:

@@ -2,14 +2,18 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Annotated, Any, Generic, Literal, TypeAlias
+from typing import Annotated, Any, Generic, Literal, Self, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import nn
 
 from d9d.core.dist_context import DistributedContext
 from d9d.pipelining.api import PipelineSchedule, PipelineStageInfo, TPipelineInput, TPipelineOutput, TSharedInput
-from d9d.pipelining.executor import OfflinePipelineExecutor
+from d9d.pipelining.executor import OfflinePipelineExecutor, PipelineScheduleExecutor
+from d9d.pipelining.placement import build_stage_to_host_rank_topology, invert_stage_to_host_rank_topology
+from d9d.pipelining.programs import PipelineProgramBuilder
+from d9d.pipelining.schedules import build_program_builder, schedule_problems
+from d9d.pipelining.stage import PipelineStage
 
 __all__ = [
     "AnyPipelineScheduleConfig",
@@ -20,6 +24,7 @@ __all__ = [
     "PipelineScheduleInfo",
     "PipelineScheduleLoopedBFSConfig",
     "PipelineScheduleZeroBubbleVConfig",
+    "build_program_builder_from",
     "build_schedule",
 ]
 
@@ -59,6 +64,19 @@ class PipelineSchedule1F1BConfig(BaseModel):
     zero_bubble: bool = Field(
         description="Split the backward pass into input and weight gradients, so that weight gradients fill bubbles."
     )
+    lookahead: int | None = Field(
+        default=None,
+        ge=0,
+        description=(
+            "Forward passes that a rank runs ahead of those that fill the pipeline, to hide transfers at the memory of as "
+            "many microbatches. With one stage per rank and without zero_bubble only. Default: 1 there; 0 is classic 1F1B."
+        ),
+    )
+
+    @model_validator(mode="after")
+    def _check_lookahead(self) -> Self:
+        _refuse_problems(schedule_problems(self.schedule, self.num_stages_per_rank, self.zero_bubble, self.lookahead))
+        return self
 
 
 class PipelineScheduleZeroBubbleVConfig(BaseModel):
@@ -104,6 +122,22 @@ class PipelineScheduleInfo(Generic[TPipelineInput, TSharedInput, TPipelineOutput
     has_last_stage: bool
 
 
+def build_program_builder_from(schedule_config: AnyPipelineScheduleConfig) -> PipelineProgramBuilder:
+    """Build what composes the programs of a configured schedule."""
+    match schedule_config:
+        case PipelineSchedule1F1BConfig():
+            return build_program_builder(
+                schedule_config.schedule,
+                schedule_config.num_stages_per_rank,
+                schedule_config.zero_bubble,
+                schedule_config.lookahead,
+            )
+        case PipelineScheduleLoopedBFSConfig():
+            return build_program_builder(schedule_config.schedule, schedule_config.num_stages_per_rank)
+        case _:
+            return build_program_builder(schedule_config.schedule)
+
+
 # `Any`: the types of a stage's input and output are known to the model provider alone.
 def build_schedule(
     dist_context: DistributedContext,
@@ -112,8 +146,8 @@ def build_schedule(
 ) -> tuple[PipelineScheduleInfo[Any, Any, Any], list[nn.Module]]:
     """Build the stages of this rank and the schedule that runs them.
 
-    Must be called on every rank if `model_provider` is collective. Without pipeline parallelism the whole model is one
-    stage, and the schedules differ in whether they run backward passes and in nothing else.
+    All ranks must call it. Without pipeline parallelism the whole model is one stage, and the schedules differ in
+    whether they run backward passes and in nothing else.
 
     Args:
         dist_context: Topology of the job.
@@ -122,21 +156,32 @@ def build_schedule(
 
     Returns:
         The schedule, and the modules of this rank in stage order.
-
-    Raises:
-        NotImplementedError: The mesh asks for several pipeline ranks.
     """
-    num_pipeline_ranks = dist_context.mesh_params.pipeline_parallel
-    if num_pipeline_ranks > 1:
-        raise NotImplementedError(
-            f"mesh.pipeline_parallel ({num_pipeline_ranks}) must be 1: pipeline programs "
-            f"(here: {schedule_config.schedule}) arrive with a later release."
-        )
-    module = model_provider(PipelineStageInfo(current_stage=0, num_stages=1))
-    do_backward = not isinstance(schedule_config, PipelineScheduleInferenceConfig)
-    info: PipelineScheduleInfo[Any, Any, Any] = PipelineScheduleInfo(
-        schedule=OfflinePipelineExecutor(module, do_backward=do_backward),
-        has_first_stage=True,
-        has_last_stage=True,
-    )
-    return info, [module]
+    if not dist_context.mesh_params.has_pipeline_parallel:
+        module = model_provider(PipelineStageInfo(current_stage=0, num_stages=1))
+        do_backward = not isinstance(schedule_config, PipelineScheduleInferenceConfig)
+        return _info(OfflinePipelineExecutor(module, do_backward=do_backward), [0], 1), [module]
+
+    builder = build_program_builder_from(schedule_config)
+    group = dist_context.pipeline_group
+    num_stages = group.size() * builder.num_stages_per_rank
+    hosts = build_stage_to_host_rank_topology(group.size(), num_stages, builder.topology_style)
+    stages: list[PipelineStage[Any, Any, Any, Any]] = []
+    for index in invert_stage_to_host_rank_topology(hosts)[group.rank()]:
+        info = PipelineStageInfo(current_stage=index, num_stages=num_stages)
+        stages.append(PipelineStage(info, model_provider(info), group, hosts))
+    executor = PipelineScheduleExecutor(dist_context, stages, builder)
+    return _info(executor, [stage.info.current_stage for stage in stages], num_stages), [
+        stage.module for stage in stages
+    ]
+
+
+def _info(
+    schedule: PipelineSchedule[Any, Any, Any], stages: list[int], num_stages: int
+) -> PipelineScheduleInfo[Any, Any, Any]:
+    return PipelineScheduleInfo(schedule=schedule, has_first_stage=0 in stages, has_last_stage=num_stages - 1 in stages)
+
+
+def _refuse_problems(problems: list[str]) -> None:
+    if problems:
+        raise ValueError(" ".join(problems))

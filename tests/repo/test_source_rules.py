@@ -28,7 +28,11 @@ FORBIDDEN_IMPORTS = [
     ("d9d.module", "d9d.pipelining", ("d9d.pipelining.api",)),
     ("d9d.pipelining.actions", "torch", ()),
     ("d9d.pipelining.programs", "torch", ()),
+    ("d9d.pipelining.programs_v", "torch", ()),
+    ("d9d.pipelining.placement", "torch", ()),
     ("d9d.pipelining.communications", "torch", ()),
+    ("d9d.pipelining.timeline", "torch", ()),
+    ("d9d.pipelining.validate", "torch", ()),
 ]
 
 

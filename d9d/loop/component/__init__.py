@@ -11,6 +11,7 @@ from d9d.loop.component.data_stream import (
 from d9d.loop.component.garbage_collector import ManualGarbageCollector
 from d9d.loop.component.gradient_clipper import GradientClipper
 from d9d.loop.component.gradient_manager import GradientManager
+from d9d.loop.component.inference_operator import InferenceTaskOperator
 from d9d.loop.component.job_logger import JobLogger
 from d9d.loop.component.job_schedule import JobSchedule
 from d9d.loop.component.model_stage import ModelStageFactory
@@ -28,6 +29,7 @@ __all__ = [
     "DirectDevicePackStream",
     "GradientClipper",
     "GradientManager",
+    "InferenceTaskOperator",
     "JobLogger",
     "JobProfiler",
     "JobSchedule",

@@ -36,14 +36,19 @@ class GradientManager:
         self._data_group = dist_context.data_group
         self._device = dist_context.current_device
         self._config = config
+        self._is_pipelined = dist_context.mesh_params.has_pipeline_parallel
         self._parameters = [trainable(module.parameters()) for module in tracked_modules.modules]
-        self._synchronizer = GradientSynchronizer(self._parameters, config.bucket_size_mb)
-        self._fsdp = FsdpAccumulation(
-            tracked_modules.modules,
-            keep_sharded=config.fsdp_keep_sharded,
-            group=self._data_group,
-            device=self._device,
-        )
+        # Programs finish the backward passes of later stages first.
+        self._synchronizer = GradientSynchronizer(self._parameters[::-1], config.bucket_size_mb)
+        self._fsdp = [
+            FsdpAccumulation(
+                [module],
+                keep_sharded=config.fsdp_keep_sharded,
+                group=dist_context.replica_group,
+                device=self._device,
+            )
+            for module in tracked_modules.modules
+        ]
         self._num_microbatches = 0
         self._num_losses = 0
         self._is_weighted = False
@@ -69,7 +74,8 @@ class GradientManager:
             yield
         finally:
             self._synchronizer.unbind()
-            self._fsdp.abandon_pack()
+            for fsdp in self._fsdp:
+                fsdp.abandon_pack()
             self._start_totals_anew()
 
     def set_required_accumulations(self, require_accumulations: int) -> None:
@@ -79,13 +85,25 @@ class GradientManager:
             require_accumulations: Number of microbatches of the pack on this rank.
         """
         self._num_microbatches = require_accumulations
-        self._fsdp.start_pack(require_accumulations)
+        self._synchronizer.set_required_accumulations(0)
+        for fsdp in self._fsdp:
+            fsdp.start_pack(require_accumulations)
 
-    def before_backward(self, microbatch_index: int, num_microbatches: int) -> None:
-        """Prepare for a backward pass: the last one of the pack sums gradients, all others only accumulate them."""
-        is_last = microbatch_index == num_microbatches - 1
-        self._fsdp.before_backward(is_last=is_last)
-        self._synchronizer.set_required_accumulations(1 if is_last else 0)
+    def before_backward(self, stage: int, *, is_last: bool, is_second_half: bool) -> None:
+        """Prepare for a backward pass: the last one of a stage sums gradients, all others only accumulate them."""
+        # FSDP hooks to the gradients of activations, which the second half of a split pass does not compute.
+        self._fsdp[stage].before_backward(is_last=is_last and not is_second_half)
+        if is_last:
+            self._synchronizer.sum_after_next_backward(len(self._fsdp) - 1 - stage)
+
+    def before_split_backward(self, stage: int) -> None:
+        """Prepare for gradients of activations, ahead of those of the weights."""
+        self._fsdp[stage].before_split_backward()
+
+    def after_last_backward(self, stage: int, *, is_second_half: bool) -> None:
+        """Sum the gradients of a stage that its last backward pass has only accumulated."""
+        if is_second_half:
+            self._fsdp[stage].sum_accumulated()
 
     def add_loss_with_weight(self, loss: torch.Tensor, loss_weight: torch.Tensor | None) -> torch.Tensor:
         """Count the loss of a microbatch, and return what to run its backward pass from.
@@ -108,7 +126,7 @@ class GradientManager:
         else:
             self._weight_sum += 1.0
         self._loss_sum += weighted.detach().reshape(())
-        if self._num_losses == self._num_microbatches:
+        if self._num_losses == self._num_microbatches and not self._is_pipelined:
             self._reduce_totals()
         return weighted
 
@@ -126,8 +144,8 @@ class GradientManager:
 
     def sync_and_scale(self) -> None:
         """Finish the sums over ranks and divide the gradients by the weight of the step. All ranks must call it."""
-        if self._work is None and self._host_totals is None and self._num_losses < max(1, self._num_microbatches):
-            # This rank has seen no losses: it hosts no last stage.
+        if self._is_pipelined or self._num_losses < max(1, self._num_microbatches):
+            # Most ranks of a pipeline see no loss, so none starts ahead of the others.
             self._reduce_totals()
         if self._work is not None:
             self._work.wait()
@@ -178,7 +196,8 @@ class GradientManager:
 
     def zero_grad(self) -> None:
         """Clear gradients, losses and weights for the next step, once the parameters are updated."""
-        self._fsdp.after_update()
+        for fsdp in self._fsdp:
+            fsdp.after_update()
         self._synchronizer.zero_grad()
         self._start_totals_anew()
 

@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor
 
 from d9d.core.dist_context import DistributedContext
 from d9d.core.placement import trainable
-from d9d.internals.materialize import materialize_module
+from d9d.internals.materialize import materialize_module, seed_names_of_stages
 from d9d.loop.component.tracked_modules import TrackedModules, everything, only_trainable
 from d9d.loop.config import ModelStageFactoryConfig, PipeliningConfig
 from d9d.loop.control import InitializeModelStageContext, ModelProvider, ParallelizeModelStageContext
@@ -53,11 +53,24 @@ class ModelStageFactory:
     # Any: only the job knows the types of its inputs and outputs.
     def build_pipeline_and_modules(self) -> tuple[PipelineScheduleInfo[Any, Any, Any], TrackedModules]:
         """Build the stages and the schedule that runs them. All ranks must call it."""
-        schedule, modules = build_schedule(self._dist_context, self._pipelining.schedule, self._build_stage)
-        predicate = only_trainable if self._config.checkpoint_only_trainable_parameters else everything
-        return schedule, TrackedModules(self._dist_context, modules, predicate)
+        context = self._dist_context
+        stages: list[int] = []
 
-    def _build_stage(self, stage: PipelineStageInfo) -> nn.Module:
+        def build(stage: PipelineStageInfo) -> nn.Module:
+            stages.append(stage.current_stage)
+            return self._build_on_meta(stage)
+
+        schedule, modules = build_schedule(context, self._pipelining.schedule, build)
+        seed_names: list[dict[str, str]] = [{} for _ in modules]
+        if context.mesh_params.has_pipeline_parallel:
+            seed_names = seed_names_of_stages(modules, stages, context.pipeline_group)
+        for module, names in zip(modules, seed_names, strict=True):
+            materialize_module(module, context.current_device, self._seed, group=context.data_group, seed_names=names)
+            module.train()
+        predicate = only_trainable if self._config.checkpoint_only_trainable_parameters else everything
+        return schedule, TrackedModules(context, modules, predicate)
+
+    def _build_on_meta(self, stage: PipelineStageInfo) -> nn.Module:
         context = self._dist_context
         with torch.device("meta"):
             built = self._provider.initialize_model_stage(
@@ -69,8 +82,6 @@ class ModelStageFactory:
                 ParallelizeModelStageContext(dist_context=context, stage=stage, model=model)
             )
             self._refuse_undistributed(model)
-        materialize_module(model, context.current_device, self._seed, group=context.data_group)
-        model.train()
         return model
 
     def _refuse_undistributed(self, model: nn.Module) -> None:

@@ -8,13 +8,18 @@ from d9d.core.dist_context import DistributedContext
 from d9d.core.pytree import tree_leaves
 from d9d.core.types import MicrobatchPack
 from d9d.loop.component.gradient_manager import GradientManager
+from d9d.loop.component.inference_operator import InferenceTaskOperator
 from d9d.loop.component.job_schedule import JobSchedule
 from d9d.loop.component.pipeline_state import PipelineStateHandler
+from d9d.loop.component.pipeline_timeline import PipelineTimelineRecorder
+from d9d.loop.config import PipelineTimelineConfig
 from d9d.loop.control import BuildForwardInputsContext, ComputeLossContext, TrainTask, UpdateMetricsContext
 from d9d.loop.control.task import TBatch, TState
 from d9d.metric.impl.container import ComposeMetric
 from d9d.pipelining.api import TPipelineInput, TPipelineOutput, TSharedInput
 from d9d.pipelining.factory import PipelineScheduleInfo
+
+__all__ = ["InferenceTaskOperator", "TrainTaskOperator"]
 
 
 class TrainTaskOperator(typing.Generic[TBatch, TPipelineInput, TSharedInput, TPipelineOutput, TState]):
@@ -29,6 +34,7 @@ class TrainTaskOperator(typing.Generic[TBatch, TPipelineInput, TSharedInput, TPi
         gradient_manager: GradientManager,
         job_schedule: JobSchedule,
         metrics: ComposeMetric,
+        timeline: PipelineTimelineConfig | None = None,
     ) -> None:
         """Connect the task with the pipeline; the gradient manager hears about each backward pass."""
         self._task = task
@@ -37,6 +43,7 @@ class TrainTaskOperator(typing.Generic[TBatch, TPipelineInput, TSharedInput, TPi
         self._gradient_manager = gradient_manager
         self._schedule = job_schedule
         self._metrics = metrics
+        self._recorder = PipelineTimelineRecorder(dist_context, timeline, job_schedule, self._pipeline)
         self._pipeline.set_backward_observer(gradient_manager)
 
     def forward_backward(self, pack: MicrobatchPack[TBatch]) -> None:
@@ -54,7 +61,8 @@ class TrainTaskOperator(typing.Generic[TBatch, TPipelineInput, TSharedInput, TPi
                 shared.append(built.shared)
                 self._state.store(index, built.state)
             self._gradient_manager.set_required_accumulations(len(inputs))
-            self._pipeline.step(tuple(inputs), tuple(shared), self._weighted_loss)
+            with self._recorder.watch_step():
+                self._pipeline.step(tuple(inputs), tuple(shared), self._weighted_loss)
         finally:
             self._state.reset()
 

@@ -6,7 +6,7 @@ from typing import Any, cast
 from d9d.core.dist_context import DeviceMeshParameters, DistributedContext
 from d9d.core.types import ScalarTree
 from d9d.dataset.pack_stream import global_batch_size_of
-from d9d.internals.determinism import set_seeds, set_step_seeds
+from d9d.internals.determinism import set_step_seeds
 from d9d.loop.component import (
     DataParallelMicrobatchPackStream,
     GradientClipper,
@@ -54,7 +54,7 @@ from d9d.loop.event.catalogue.train import (
     EventLRSchedulerReadyContext,
     EventOptimizerReadyContext,
 )
-from d9d.loop.run.job_check import refuse_problems
+from d9d.loop.run.job_start import start_job
 from d9d.loop.run.job_state import CheckpointedState, RandomState
 from d9d.loop.run.train import Trainer, TrainJobState
 from d9d.metric.impl.container import ComposeMetric
@@ -101,12 +101,8 @@ class TrainingConfigurator:
         Raises:
             ValueError: With all problems of the configuration, before any process group exists.
         """
-        refuse_problems(self._mesh, self._config, self._data_provider)
+        context, timeouts = start_job(self._mesh, self._config, self._data_provider)
         bus = EventBus()
-        context = self._mesh.build()
-        set_seeds(context, self._config.determinism.base_seed)
-        timeouts = TimeoutManager(context, self._config.timeout)
-        timeouts.set_init()
         task = self._build_task(context, bus)
         bus.trigger(EVENT_TRAIN_CONFIG_STARTED, EventConfigurationStartedContext(dist_context=context))
         stream = DataParallelMicrobatchPackStream(
@@ -177,7 +173,14 @@ class TrainingConfigurator:
             schedule=schedule,
             tracked_modules=modules,
             task_operator=TrainTaskOperator(
-                context, task, pipeline, PipelineStateHandler(), gradient_manager, schedule, metrics
+                context,
+                task,
+                pipeline,
+                PipelineStateHandler(),
+                gradient_manager,
+                schedule,
+                metrics,
+                config.pipelining.timeline,
             ),
             gradient_manager=gradient_manager,
             gradient_clipper=GradientClipper(context, gradient_manager, config.gradient_clipping),

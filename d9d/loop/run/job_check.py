@@ -6,7 +6,13 @@ from typing import Protocol, runtime_checkable
 
 from d9d.core.dist_context import DeviceMeshParameters
 from d9d.core.launch import LaunchEnvironment
-from d9d.loop.config import StepActionSpecial, TrainerConfig
+from d9d.loop.config import InferenceConfig, StepActionSpecial, TrainerConfig
+from d9d.pipelining.actions import BackwardWeightComputeAction, flat_actions
+from d9d.pipelining.factory import (
+    AnyPipelineScheduleConfig,
+    PipelineScheduleInferenceConfig,
+    build_program_builder_from,
+)
 
 
 @runtime_checkable
@@ -18,7 +24,7 @@ class ChecksMesh(Protocol):
         ...
 
 
-def refuse_problems(mesh: DeviceMeshParameters, config: TrainerConfig, data_provider: object) -> None:
+def refuse_problems(mesh: DeviceMeshParameters, config: TrainerConfig | InferenceConfig, data_provider: object) -> None:
     """Refuse a job that cannot run.
 
     Args:
@@ -29,35 +35,55 @@ def refuse_problems(mesh: DeviceMeshParameters, config: TrainerConfig, data_prov
     Raises:
         ValueError: With all problems that were found.
     """
+    root = "trainer" if isinstance(config, TrainerConfig) else "inference"
     problems: list[str] = []
     try:
-        # As it would be once pipeline_parallel is mended: its own problem comes below.
-        mesh.model_copy(update={"pipeline_parallel": 1}).check_world_size(LaunchEnvironment.read().world_size)
+        mesh.check_world_size(LaunchEnvironment.read().world_size)
     except ValueError as error:
         problems.append(str(error))
-    if mesh.has_pipeline_parallel:
-        problems.append(
-            f"mesh.pipeline_parallel ({mesh.pipeline_parallel}) must be 1: pipeline programs arrive with a later release."
-        )
+    if isinstance(config, TrainerConfig) and mesh.has_pipeline_parallel:
+        problems.extend(_pipeline_problems(config))
     if config.model_stage_factory.source_checkpoint is not None:
         problems.append(
-            f"trainer.model_stage_factory.source_checkpoint ({config.model_stage_factory.source_checkpoint}) must be "
+            f"{root}.model_stage_factory.source_checkpoint ({config.model_stage_factory.source_checkpoint}) must be "
             f"empty: loading of model states arrives with a later release."
         )
     if isinstance(data_provider, ChecksMesh):
         problems.extend(data_provider.mesh_problems(mesh))
     if not problems and config.checkpointing.period_steps != StepActionSpecial.disable:
-        problems.extend(_directory_problems(config.checkpointing.save_dir))
+        problems.extend(_directory_problems(f"{root}.checkpointing.save_dir", config.checkpointing.save_dir))
     if problems:
         raise ValueError("The job cannot run as it is configured:\n" + "\n".join(f"- {text}" for text in problems))
 
 
-def _directory_problems(folder: Path) -> list[str]:
+def _pipeline_problems(config: TrainerConfig) -> list[str]:
+    schedule = config.pipelining.schedule
+    problems: list[str] = []
+    if isinstance(schedule, PipelineScheduleInferenceConfig):
+        problems.append(
+            "trainer.pipelining.schedule (inference) runs no backward passes. Choose gpipe, looped_bfs, 1f1b, "
+            "zero_bubble_v or dual_pipe_v."
+        )
+    if config.gradient_manager.fsdp_keep_sharded and _splits_backward(schedule):
+        problems.append(
+            f"trainer.gradient_manager.fsdp_keep_sharded (true) sums gradients in every backward pass, but "
+            f"trainer.pipelining.schedule ({schedule.schedule}) splits backward passes and computes the gradients of the "
+            f"weights outside of them. Set it to false, or choose a schedule without zero bubble."
+        )
+    return problems
+
+
+def _splits_backward(schedule: AnyPipelineScheduleConfig) -> bool:
+    program = build_program_builder_from(schedule).compose(num_microbatches=4, pp_size=2)
+    return any(isinstance(action, BackwardWeightComputeAction) for action in flat_actions(program[0]))
+
+
+def _directory_problems(name: str, folder: Path) -> list[str]:
     """Make a folder that will be written to much later, and return why that is not possible."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        return [f"trainer.checkpointing.save_dir ({folder}) cannot be written to: {error}. Name another folder."]
+        return [f"{name} ({folder}) cannot be written to: {error}. Name another folder."]
     return []

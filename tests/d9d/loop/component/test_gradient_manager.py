@@ -46,14 +46,21 @@ def samples(count: int = NUM_SAMPLES) -> torch.Tensor:
     return torch.randn(count, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(7))
 
 
+def run_backward(manager: GradientManager, start: torch.Tensor, *, is_last: bool) -> None:
+    """Run the backward pass of a microbatch on the only stage, as a schedule does."""
+    manager.before_backward(0, is_last=is_last, is_second_half=False)
+    start.backward()
+    if is_last:
+        manager.after_last_backward(0, is_second_half=False)
+
+
 def run_pack(manager: GradientManager, module: nn.Module, pack: list[Microbatch]) -> None:
     """Run one step's passes as the native loop does."""
     manager.set_required_accumulations(len(pack))
     for index, (x, weight) in enumerate(pack):
         loss = module(x).square().mean()
         start = manager.add_loss_with_weight(loss, None if weight is None else torch.tensor(weight))
-        manager.before_backward(index, len(pack))
-        start.backward()
+        run_backward(manager, start, is_last=index == len(pack) - 1)
     manager.sync_and_scale()
 
 
@@ -80,8 +87,7 @@ def test_the_loss_oracle(degrees: dict[str, int]):
                 loss = module(torch.full((1, 1), LOSSES[context.rank][index], dtype=torch.float64)).sum()
                 weighted = manager.add_loss_with_weight(loss, torch.tensor(TOKENS[context.rank][index]))
                 assert weighted.item() == LOSSES[context.rank][index] * TOKENS[context.rank][index]
-                manager.before_backward(index, 2)
-                weighted.backward()
+                run_backward(manager, weighted, is_last=index == 1)
             assert manager.has_in_flight_gradients
             manager.sync_and_scale()
             assert manager.should_update()
@@ -156,8 +162,7 @@ def test_a_microbatch_without_weight_counts_as_nothing(bad: float):
             value = value * 0 + bad  # the gradient of the model's part is 0, its value is not
         start = manager.add_loss_with_weight(value, torch.tensor(0.0 if context.rank == 1 else 8.0))
         assert context.rank == 0 or start.item() == 0
-        manager.before_backward(0, 1)
-        start.backward()
+        run_backward(manager, start, is_last=True)
         manager.sync_and_scale()
         assert manager.should_update()
         assert manager.compute_global_loss().item() == pytest.approx(loss, rel=FP64_EXACT)
@@ -205,8 +210,7 @@ def test_ranks_without_a_last_stage_decide_alike(weight: float):
         if context.rank == 1:
             loss = module(torch.ones(1, 1, dtype=torch.float64)).sum() * 0 + 3.0
             start = manager.add_loss_with_weight(loss, torch.tensor(weight))
-            manager.before_backward(0, 1)
-            start.backward()
+            run_backward(manager, start, is_last=True)
         manager.sync_and_scale()
         assert manager.should_update() == (weight > 0)
         assert manager.compute_global_loss().item() == (3.0 if weight else 0.0)
@@ -222,9 +226,9 @@ def test_an_interrupted_step_leaves_nothing(degrees: dict[str, int]):
     def interrupted_step() -> None:
         with manager.install():
             manager.set_required_accumulations(3)
-            for index in range(2):
-                manager.before_backward(index, 3)
-                manager.add_loss_with_weight(module(samples()).sum() * 100, torch.tensor(5.0)).backward()
+            for _ in range(2):
+                loss = manager.add_loss_with_weight(module(samples()).sum() * 100, torch.tensor(5.0))
+                run_backward(manager, loss, is_last=False)
             raise InterruptedError
 
     with pytest.raises(InterruptedError):
@@ -250,8 +254,7 @@ def test_gradients_in_another_dtype():
             manager.set_required_accumulations(2)
             for index, value in enumerate((256.0, 1.0)):
                 loss = module(torch.full((1, 1), value, dtype=torch.bfloat16)).sum()
-                manager.before_backward(index, 2)
-                manager.add_loss_with_weight(loss, None).backward()
+                run_backward(manager, manager.add_loss_with_weight(loss, None), is_last=index == 1)
             manager.sync_and_scale()
             [parameter] = module.parameters()
             assert parameter.grad.dtype == torch.float32

@@ -1,0 +1,104 @@
+"""Adds sends and receives to a program of compute actions. Plain data, without torch."""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from d9d.pipelining.actions import (
+    ActionBase,
+    BackwardFullInputComputeAction,
+    BackwardReceiveAction,
+    BackwardSendAction,
+    ComposeAction,
+    ForwardComputeAction,
+    ForwardReceiveAction,
+    ForwardSendAction,
+    Program,
+    flat_actions,
+)
+from d9d.pipelining.timeline import ActionCosts, Step, build_step, start_times
+
+__all__ = ["add_communication_ops"]
+
+
+def add_communication_ops(
+    compute_actions: Mapping[int, Sequence[ActionBase]], stage_to_rank: Mapping[int, int], num_stages: int
+) -> Program:
+    """Add the sends and receives that a program needs, such that no order of blocking can lock the ranks.
+
+    All actions of all ranks are put into one order, in which they could start if a forward pass took one unit of time
+    and a backward pass two; of actions that start together, those of higher ranks come first. A result that another
+    rank needs is sent behind the action that makes it, and received there at the same place of this order. So any two
+    ranks see the transfers between them in the same order, and a cycle of waiting ranks cannot be.
+
+    Neighbour stages on one rank need no transfer. A composed action waits for all that its parts need, and its results
+    are sent behind it. Actions that are not known stay where they are.
+
+    Args:
+        compute_actions: Actions of each rank without sends and receives.
+        stage_to_rank: Rank of each stage.
+        num_stages: Number of stages over all ranks.
+
+    Raises:
+        ValueError: If the compute actions wait for one another, or the placement does not fit them.
+    """
+    _check_placement(compute_actions, stage_to_rank, num_stages)
+    stages = range(num_stages)
+    forward_targets = {s: stage_to_rank[s + 1] for s in stages[:-1] if stage_to_rank[s + 1] != stage_to_rank[s]}
+    backward_targets = {s: stage_to_rank[s - 1] for s in stages[1:] if stage_to_rank[s - 1] != stage_to_rank[s]}
+    program: Program = {rank: [] for rank in compute_actions}
+    for rank, action in _in_order_of_start(compute_actions, stage_to_rank, num_stages):
+        own = program[rank]
+        own.append(action)
+        for part in flat_actions((action,)) if type(action) is ComposeAction else (action,):
+            if type(part) is ForwardComputeAction:
+                stage, microbatch = part.stage_idx, part.microbatch_idx
+                if (target := forward_targets.get(stage)) is not None:
+                    own.append(ForwardSendAction(stage, microbatch))
+                    program[target].append(ForwardReceiveAction(stage + 1, microbatch))
+            elif type(part) is BackwardFullInputComputeAction:
+                stage, microbatch = part.stage_idx, part.microbatch_idx
+                if (target := backward_targets.get(stage)) is not None:
+                    own.append(BackwardSendAction(stage, microbatch))
+                    program[target].append(BackwardReceiveAction(stage - 1, microbatch))
+    return program
+
+
+def _check_placement(
+    compute_actions: Mapping[int, Sequence[ActionBase]], stage_to_rank: Mapping[int, int], num_stages: int
+) -> None:
+    if set(stage_to_rank) != set(range(num_stages)):
+        raise ValueError(f"stage_to_rank places stages {sorted(stage_to_rank)}, but num_stages is {num_stages}.")
+    if absent := sorted(set(stage_to_rank.values()) - set(compute_actions)):
+        raise ValueError(
+            f"Ranks {absent} host stages, but have no actions: ranks with actions are {[*compute_actions]}."
+        )
+
+
+def _in_order_of_start(
+    compute_actions: Mapping[int, Sequence[ActionBase]], stage_to_rank: Mapping[int, int], num_stages: int
+) -> Iterator[tuple[int, ActionBase]]:
+    unit = ActionCosts()
+    starts = start_times(
+        {
+            rank: [_step(action, unit, rank, stage_to_rank, num_stages - 1) for action in actions]
+            for rank, actions in compute_actions.items()
+        },
+        transfer=0.0,
+    )
+    downwards = sorted(starts, reverse=True)
+    actions = [action for rank in downwards for action in compute_actions[rank]]
+    ranks = [rank for rank in downwards for _ in starts[rank]]
+    times = [start for rank in downwards for start in starts[rank]]
+    # Sorting is stable: higher ranks stay first, and each rank keeps its order.
+    for index in sorted(range(len(times)), key=times.__getitem__):
+        yield ranks[index], actions[index]
+
+
+def _step(action: ActionBase, unit: ActionCosts, rank: int, stage_to_rank: Mapping[int, int], last_stage: int) -> Step:
+    if type(action) is not ComposeAction:
+        return build_step(action, unit.of(action), rank, stage_to_rank, last_stage)
+    # In a timeline, parts take and give results one by one. Here they must not: sends come behind the whole.
+    parts = [build_step(part, 0.0, rank, stage_to_rank, last_stage) for part in flat_actions((action,))]
+    gives = tuple(result for part in parts for result in part.gives)
+    here = tuple(result for part in parts for result in part.needs_here if result not in gives)
+    away = tuple(result for part in parts for result in part.needs_away)
+    return Step(action, unit.of(action), here, away, gives)

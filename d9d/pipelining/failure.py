@@ -1,0 +1,74 @@
+"""What the ranks of a pipeline tell each other when one of them fails, so that none waits for it."""
+
+import contextlib
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import (
+    _get_default_store,  # pyright: ignore[reportPrivateUsage]  # the store has no public name (torch 2.13)
+)
+
+from d9d.pipelining.actions import ActionBase
+from d9d.pipelining.p2p import PeerLostError, close_group
+
+__all__ = ["FailureBoard", "PipelineActionError", "PipelinePeerError"]
+
+
+class PipelineActionError(RuntimeError):
+    """An action has failed on this rank, mostly in code of the model or the task: see its `__cause__`."""
+
+
+class PipelinePeerError(RuntimeError):
+    """Another rank of the pipeline has failed; the message says where and why."""
+
+
+class FailureBoard:
+    """Keeps the first failure in the store of the job, and ends the transfers of all ranks."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        """Take the group that belongs to the pipeline alone."""
+        self._group = group
+        self._device = device
+        self._key = f"d9d/pipeline/{group.group_name}/failure"
+
+    def report(self, action: ActionBase, cause: Exception) -> RuntimeError:
+        """Let the other ranks know of a failed action, and return the error to raise here.
+
+        Peers that wait for this rank, or for one that waits for it, fail at once with the text of the first failure.
+        """
+        if isinstance(cause, PeerLostError):
+            return self._peer_error(action, cause)
+        text = f"action {action} failed on pipeline rank {self._group.rank()} ({_place(action)}): {_described(cause)}"
+        self._store_and_close(text)
+        return PipelineActionError(text)
+
+    def report_interruption(self, action: ActionBase, cause: BaseException) -> None:
+        """Let the other ranks know that this one leaves without an error of its own, such as by Ctrl-C."""
+        self._store_and_close(f"pipeline rank {self._group.rank()} was interrupted at {action}: {_described(cause)}")
+
+    def _peer_error(self, action: ActionBase, cause: PeerLostError) -> PipelinePeerError:
+        store = _get_default_store()
+        first = store.get(self._key).decode() if store.check([self._key]) else f"a transfer failed: {cause}"
+        close_group(self._group, self._device)
+        return PipelinePeerError(f"pipeline rank {self._group.rank()} stopped at {action}, because {first}")
+
+    def _store_and_close(self, text: str) -> None:
+        # The job is failing as it is: what goes wrong here must not hide why.
+        with contextlib.suppress(RuntimeError):
+            store = _get_default_store()
+            if not store.check([self._key]):
+                store.set(self._key, text)
+            close_group(self._group, self._device)
+
+
+def _place(action: ActionBase) -> str:
+    match action:
+        case ActionBase(stage_idx=int(stage), microbatch_idx=int(microbatch)):  # pyright: ignore[reportAttributeAccessIssue]  # actions of this package have them
+            return f"stage {stage}, microbatch {microbatch}"
+        case _:
+            return str(action)
+
+
+def _described(error: BaseException) -> str:
+    text = str(error)
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -1,0 +1,1 @@
+"""Pipelining under the import paths of earlier releases."""

@@ -1,0 +1,1 @@
+"""Pipeline schedules under the import paths of earlier releases."""

@@ -1,0 +1,1 @@
+"""The parts of pipeline schedules under the import paths of earlier releases."""

@@ -1,0 +1,5 @@
+"""Re-exports the stage of a pipeline."""
+
+from d9d.pipelining.stage import PipelineStage
+
+__all__ = ["PipelineStage"]
