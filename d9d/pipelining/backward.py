@@ -216,6 +216,8 @@ def _find_path(roots: Sequence[GradientEdge], input_nodes: Sequence[Node]) -> _P
         if node not in on_path:
             on_path.add(node)
             stack += parents[node]
+    if len(on_path) == len(next_edges):
+        return next_edges
     return {node: edges for node, edges in next_edges.items() if node in on_path}
 
 
@@ -302,6 +304,8 @@ def _register_hooks(path: _Path) -> list[_Recorder]:
     """Have each node from which edges leave the path record what the weight half needs."""
     recorders: list[_Recorder] = []
     for node, next_edges in path.items():
+        if len(next_edges) < 2:
+            continue  # the only edge stays on the path, as the node would not be there otherwise
         leaving = [index for index, (child, _) in enumerate(next_edges) if child is not None and child not in path]
         if not leaving:
             continue

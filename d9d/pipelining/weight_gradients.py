@@ -198,8 +198,6 @@ class DeferredGemm:
         self._product = product
         self.edges = edges
         self._grad: torch.Tensor | None = None
-        self._grad_version = 0
-        self.num_bytes = 0
 
     def receive(self, grad_outputs: Sequence[torch.Tensor | None]) -> None:
         """Keep the gradient of the product; a hook that runs before its node."""
@@ -212,7 +210,7 @@ class DeferredGemm:
             self._operand = None
             return []
         self._grad_version = _version(grad)
-        self.num_bytes = grad.shape[-1] * operand.shape[-1] * grad.element_size()
+        self.num_bytes = grad.size(-1) * operand.size(-1) * grad.element_size()
         return [self]
 
     def run(self, edges: list[GradientEdge], grads: list[torch.Tensor]) -> None:

@@ -173,6 +173,7 @@ def build_job(
     data_provider: DataProvider | None = None,
     optimizer: dict[str, Any] | None = None,
     task_class: type["Task"] | None = None,
+    model_provider: ModelProvider[Any] | None = None,
 ) -> Job:
     config = TrainerConfig.model_validate(
         {
@@ -198,7 +199,7 @@ def build_job(
         mesh=mesh,
         parameters=config,
         task_provider=lambda context: task,
-        model_provider=Provider(dtype, dropout),
+        model_provider=model_provider or Provider(dtype, dropout),
         data_provider=data_provider
         or AutoDataProvider(lambda context: Data(GLOBAL_BATCH_SIZE * 30, dtype), collate, data),
         optimizer_provider=AutoOptimizerProvider(
@@ -219,12 +220,14 @@ def build_model(dtype: torch.dtype) -> Model:
     return model
 
 
-def plain_losses(total_steps: int, dtype: torch.dtype, weight: WeightFn = unweighted) -> tuple[list[float], nn.Module]:
+def plain_losses(
+    total_steps: int, dtype: torch.dtype, weight: WeightFn = unweighted, model: nn.Module | None = None
+) -> tuple[list[float], nn.Module]:
     """Train the same job in plain PyTorch on one process, each step on its whole global batch at once.
 
     With weights, the loss of a step is the weighted mean over its microbatches of two samples.
     """
-    model = build_model(dtype)
+    model = model or build_model(dtype)
     data = Data(GLOBAL_BATCH_SIZE * 30, dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 - 0.9 * step / total_steps)

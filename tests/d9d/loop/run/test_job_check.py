@@ -14,9 +14,21 @@ def test_all_problems_come_at_once_and_early(tmp_path):
         build_job(mesh, tmp_path, overrides=overrides)
     text = str(caught.value)
     # 16 samples over 3 ranks in microbatches of 2: rounds of 6, so 12 or 18 fit.
-    for part in ("needs 3 processes", "runs 1", "pipeline_parallel (2)", "source_checkpoint", "Use 12 or 18"):
+    for part in ("needs 6 processes", "runs 1", "pipeline_parallel 2", "source_checkpoint", "Use 12 or 18"):
         assert part in text, part
     assert not dist.is_initialized()
+
+
+def test_a_pipeline_that_cannot_train_is_found_early(tmp_path):
+    overrides = {"pipelining": {"schedule": {"schedule": "inference"}}}
+    with pytest.raises(ValueError, match=r"pipelining\.schedule \(inference\) runs no backward passes"):
+        build_job(DeviceMeshParameters(pipeline_parallel=2), tmp_path, overrides=overrides)
+    overrides = {
+        "pipelining": {"schedule": {"schedule": "zero_bubble_v"}},
+        "gradient_manager": {"fsdp_keep_sharded": True},
+    }
+    with pytest.raises(ValueError, match=r"fsdp_keep_sharded \(true\).*\(zero_bubble_v\) splits backward passes"):
+        build_job(DeviceMeshParameters(pipeline_parallel=2), tmp_path, overrides=overrides)
 
 
 def test_a_folder_that_cannot_be_written_to_is_found_early(tmp_path):

@@ -1,0 +1,199 @@
+"""The native loop over pipelines: the same numbers as one process, with data parallelism beside, and what ranks agree on."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from d9d.core.dist_context import DeviceMeshParameters
+from d9d.loop.event.catalogue.train import EVENT_TRAIN_OPTIMIZER_STEP_PRE
+from d9d.pipelining.failure import PipelineActionError, PipelinePeerError
+from d9d.pipelining.visualize import read_measured_timeline
+from tests.d9d.loop.run.pipelined_job import PipelinedProvider, build_whole_model
+from tests.d9d.loop.run.regression_job import (
+    GLOBAL_BATCH_SIZE,
+    Job,
+    Task,
+    build_job,
+    plain_losses,
+)
+from tests.harness.parity import FP64_EXACT, named_full_parameters
+
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "gpipe": {"schedule": "gpipe"},
+    "looped_bfs": {"schedule": "looped_bfs", "num_stages_per_rank": 2},
+    "1f1b": {"schedule": "1f1b", "num_stages_per_rank": 1, "zero_bubble": False},
+    "interleaved": {"schedule": "1f1b", "num_stages_per_rank": 2, "zero_bubble": False},
+    "zb1p": {"schedule": "1f1b", "num_stages_per_rank": 1, "zero_bubble": True},
+    "interleaved_zb1p": {"schedule": "1f1b", "num_stages_per_rank": 2, "zero_bubble": True},
+    "zero_bubble_v": {"schedule": "zero_bubble_v"},
+    "dual_pipe_v": {"schedule": "dual_pipe_v"},
+}
+NUM_STEPS = 5
+
+
+def build_pipelined_job(
+    mesh: DeviceMeshParameters,
+    folder: Path,
+    schedule: str,
+    *,
+    provider: PipelinedProvider | None = None,
+    overrides: dict[str, Any] | None = None,
+    **options: Any,
+) -> Job:
+    return build_job(
+        mesh,
+        folder,
+        model_provider=provider or PipelinedProvider(torch.float64),
+        overrides={"pipelining": {"schedule": SCHEDULES[schedule]}, **(overrides or {})},
+        **{"total_steps": NUM_STEPS, **options},
+    )
+
+
+def check_against(job: Job, losses: list[float], model: nn.Module) -> None:
+    for stage in job.trainer._state.tracked_modules.modules:
+        for name, value in named_full_parameters(stage).items():
+            torch.testing.assert_close(value, model.get_parameter(name).detach(), rtol=0, atol=FP64_EXACT)
+    if dist.get_rank() == 0:
+        torch.testing.assert_close(list(job.losses().values()), losses, rtol=0, atol=FP64_EXACT)
+        assert set(job.logged("samples").values()) == {float(GLOBAL_BATCH_SIZE)}
+
+
+def check_parity(mesh: DeviceMeshParameters, folder: Path, names: list[str], **options: Any) -> None:
+    losses, model = plain_losses(NUM_STEPS, torch.float64, model=build_whole_model(torch.float64))
+    for name in names:
+        job = build_pipelined_job(mesh, folder / name, name, **options)
+        job.trainer.train()
+        check_against(job, losses, model)
+        dist.barrier()
+
+
+@pytest.mark.world_size(2)
+def test_two_stages_on_two_ranks_equal_plain_pytorch(tmp_path):
+    # 8 microbatches of 2 samples.
+    check_parity(DeviceMeshParameters(pipeline_parallel=2), tmp_path, list(SCHEDULES))
+
+
+@pytest.mark.world_size(4)
+def test_four_pipeline_ranks_equal_plain_pytorch(tmp_path):
+    check_parity(DeviceMeshParameters(pipeline_parallel=4), tmp_path, list(SCHEDULES))
+
+
+@pytest.mark.world_size(4)
+@pytest.mark.parametrize("name", ["replicate", "shard"])
+def test_pipelines_beside_data_parallelism_equal_plain_pytorch(tmp_path, name):
+    mesh = DeviceMeshParameters.model_validate({"pipeline_parallel": 2, f"data_parallel_{name}": 2})
+    # 4 microbatches of 2 samples on each replica, then a single one of 8.
+    check_parity(mesh, tmp_path / "four", list(SCHEDULES))
+
+
+@pytest.mark.world_size(4)
+@pytest.mark.parametrize("name", ["replicate", "shard"])
+def test_one_microbatch_beside_data_parallelism_equals_plain_pytorch(tmp_path, name):
+    mesh = DeviceMeshParameters.model_validate({"pipeline_parallel": 2, f"data_parallel_{name}": 2})
+    check_parity(mesh, tmp_path, list(SCHEDULES), microbatch_size=8)
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("options", [{"checkpoints": True}, {"compiles": True}], ids=["checkpointed", "compiled"])
+def test_blocks_inside_a_stage_are_checkpointed_or_compiled(tmp_path, options):
+    provider = PipelinedProvider(torch.float64, **options)
+    names = ["1f1b", "zb1p", "zero_bubble_v"]
+    check_parity(DeviceMeshParameters(pipeline_parallel=2), tmp_path, names, provider=provider)
+
+
+def uneven_weight(index: torch.Tensor) -> torch.Tensor:
+    """Weights 0 to 3 by microbatch; the loss of a microbatch of weight 0 is 0 / 0."""
+    return (index[0] // 2 % 4).double()
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("name", ["1f1b", "zero_bubble_v"])
+def test_loss_weights_count_as_on_one_process(tmp_path, name):
+    losses, model = plain_losses(NUM_STEPS, torch.float64, uneven_weight, model=build_whole_model(torch.float64))
+    job = build_pipelined_job(DeviceMeshParameters(pipeline_parallel=2), tmp_path, name, weight=uneven_weight)
+    job.trainer.train()
+    check_against(job, losses, model)
+
+
+@pytest.mark.world_size(2)
+def test_a_step_without_weight_changes_no_stage(tmp_path):
+    def weight(index: torch.Tensor) -> torch.Tensor:
+        return torch.tensor(0.0)
+
+    job = build_pipelined_job(DeviceMeshParameters(pipeline_parallel=2), tmp_path, "1f1b", weight=weight)
+    before = named_full_parameters(job.model)
+    job.trainer.train()
+    for name, value in named_full_parameters(job.model).items():
+        assert torch.equal(value, before[name]), name
+
+
+class StepCutShortError(Exception):
+    """Ends a job in the middle of a step."""
+
+
+@pytest.mark.world_size(4)
+@pytest.mark.parametrize("name", ["1f1b", "zero_bubble_v"])
+def test_resume_continues_bit_for_bit(tmp_path, name):
+    mesh = DeviceMeshParameters(pipeline_parallel=2, data_parallel_shard=2)
+    saving = {"checkpointing": {"save_dir": str(tmp_path / "saved"), "period_steps": 2}}
+    straight = build_pipelined_job(mesh, tmp_path / "straight", name)
+    straight.trainer.train()
+    first = build_pipelined_job(mesh, tmp_path / "resumed", name, overrides=saving)
+
+    def cut(context) -> None:
+        if context.schedule.current_step == 3:
+            raise StepCutShortError
+
+    first.trainer._state.event_bus.subscribe(EVENT_TRAIN_OPTIMIZER_STEP_PRE, cut)
+    with pytest.raises(StepCutShortError):
+        first.trainer.train()
+    second = build_pipelined_job(mesh, tmp_path / "resumed", name, overrides=saving)
+    second.trainer.train()
+    pairs = zip(
+        straight.trainer._state.tracked_modules.modules, second.trainer._state.tracked_modules.modules, strict=True
+    )
+    for ours, theirs in pairs:
+        expected = named_full_parameters(ours)
+        for key, value in named_full_parameters(theirs).items():
+            assert torch.equal(value, expected[key]), key
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("name", ["1f1b", "dual_pipe_v"])
+def test_a_step_is_measured_and_drawn(tmp_path, name):
+    picture = tmp_path / "shared" / "step.svg"
+    overrides = {"pipelining": {"schedule": SCHEDULES[name], "timeline": {"path": str(picture), "step": 2}}}
+    job = build_pipelined_job(DeviceMeshParameters(pipeline_parallel=2), tmp_path, name, overrides=overrides)
+    job.trainer.train()
+    dist.barrier()
+    if dist.get_rank() == 0:
+        assert picture.read_text().startswith("<svg")
+        assert len(json.loads(picture.with_suffix(".json").read_text())["ranks"]) == 2
+        timeline = read_measured_timeline(picture.with_suffix(".json"))
+        assert sorted(timeline.events) == [0, 1]
+        assert timeline.makespan > 0
+
+
+class FailingTask(Task):
+    """Has a loss that fails, on the rank that computes it."""
+
+    def compute_loss(self, ctx):
+        if ctx.schedule.current_step == 1:
+            raise ArithmeticError("no such label")
+        return super().compute_loss(ctx)
+
+
+@pytest.mark.world_size(2, timeout_s=60)
+def test_a_failing_loss_ends_the_job_on_all_ranks(tmp_path):
+    mesh = DeviceMeshParameters(pipeline_parallel=2)
+    job = build_pipelined_job(mesh, tmp_path, "1f1b", task_class=FailingTask)
+    expected = PipelineActionError if dist.get_rank() == 1 else PipelinePeerError
+    with pytest.raises(
+        expected, match=r"1F0 failed on pipeline rank 1 \(stage 1, microbatch 0\): ArithmeticError: no such label"
+    ):
+        job.trainer.train()
