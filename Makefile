@@ -51,7 +51,7 @@ bench: $(INSTALLED) ## run the benchmarks, some minutes on a quiet machine (figu
 	$(TWO_RANKS) -m tests.benchmarks.lightning_strategy
 	$(BIN)/python -m tests.benchmarks.pipeline --executor-overhead
 	for stage in tiny transformer; do $(TWO_RANKS) -m tests.benchmarks.pipeline --stage $$stage || exit 1; done
-	$(TWO_RANKS:2=4) -m tests.benchmarks.pipeline --stage sleep
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 4 -m tests.benchmarks.pipeline --stage sleep --rounds 5
 
 clean: ## remove .venv, caches and what was built (runs/ stays)
 	rm -rf $(VENV) build dist site *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -360,6 +360,29 @@ class DistributedContext:
             raise RuntimeError("pipeline_group: all parallelism degrees are 1, so there is no process group.")
         return self._pool.separate_group(self._layout.peers(("pp",)), "pipeline")
 
+    def pipeline_subgroup(self, coordinates: tuple[int, ...]) -> dist.ProcessGroup | None:
+        """Return the group of some ranks of this rank's pipeline, creating it on first use.
+
+        All ranks of the job must call it, those left out too, and in the same order relative to other new groups.
+
+        Args:
+            coordinates: Their ``pp`` coordinates, ascending.
+
+        Returns:
+            The group; None if this rank is left out.
+
+        Raises:
+            RuntimeError: If the job runs on one rank, where no group exists.
+        """
+        if self._pool is None:
+            raise RuntimeError("pipeline_subgroup: all parallelism degrees are 1, so there is no process group.")
+        pipeline = self._layout.peers(("pp",))
+        ranks = tuple(pipeline[coordinate] for coordinate in coordinates)
+        if self._layout.rank in ranks:
+            return self._pool.group(ranks, "pipeline subgroup")
+        self._pool.skip_group(ranks)
+        return None
+
     @property
     def groups(self) -> tuple[dist.ProcessGroup, ...]:
         """All process groups of this rank; empty on one rank."""

@@ -53,12 +53,14 @@ class GroupPool:
         assert world is not None  # the caller has initialised it
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {tuple(range(dist.get_world_size())): world}
         self._separate: list[dist.ProcessGroup] = []
+        self._skipped: set[tuple[int, ...]] = set()
 
     def group(self, ranks: tuple[int, ...], description: str) -> dist.ProcessGroup:
         """Return the group of the given ranks, this one among them, creating it on first use.
 
-        All members of a new group must call this, in the same order relative to their other new groups. Only members
-        take part, so that start-up does not grow with the number of ranks of the job.
+        All members of a new group must call this, in the same order relative to their other new groups, and after as
+        many new groups, see `skip_group`. Only members take part, so that start-up does not grow with the number of
+        ranks of the job.
 
         Args:
             ranks: Global ranks in ascending order.
@@ -69,6 +71,20 @@ class GroupPool:
             assert isinstance(group, dist.ProcessGroup)  # only non-members get a placeholder
             self._groups[ranks] = group
         return self._groups[ranks]
+
+    def skip_group(self, ranks: tuple[int, ...]) -> None:
+        """Keep up with ranks that get a group of which this one is no member, where not all ranks get one.
+
+        Torch names such a group by its ranks and by the number of groups that a rank has (2.11 to 2.14,
+        `_hash_ranks_to_str`): members with different numbers would wait for each other for ever. So this rank gets a
+        group of its own instead.
+
+        Args:
+            ranks: Those that call `group` meanwhile.
+        """
+        if ranks not in self._skipped:
+            self._skipped.add(ranks)
+            dist.new_group([dist.get_rank()], use_local_synchronization=True, group_desc="placeholder")
 
     def separate_group(self, ranks: tuple[int, ...], description: str) -> dist.ProcessGroup:
         """Create a further group of the given ranks, whose operations are ordered among themselves alone.

@@ -24,7 +24,7 @@ class GradientBucket:
 
         Args:
             parameters: Parameters of one device and gradient dtype.
-            groups: Groups to sum over, innermost first; at least one.
+            groups: Groups to sum over, innermost first. None if the bucket only holds the gradients.
         """
         self._parameters = parameters
         self._leaves = [compute_leaf(parameter) for parameter in parameters]
@@ -50,6 +50,7 @@ class GradientBucket:
         self._num_pending = 0
         self._required = 0
         self._works: list[dist.Work] | None = None
+        self._is_finished = False
         self._attach()
 
     @property
@@ -84,9 +85,14 @@ class GradientBucket:
 
     def _attach(self) -> None:
         for index in range(len(self._parameters)):
-            self._attach_one(index)
+            self.attach_one(index)
 
-    def _attach_one(self, index: int) -> None:
+    def attach_one(self, index: int) -> None:
+        """Let a parameter have the gradient that the bucket holds for it.
+
+        Args:
+            index: Position of the parameter in the bucket.
+        """
         leaf, parameter = self._leaves[index], self._parameters[index]
         leaf.grad = self._gradients[index]
         if parameter is not leaf:
@@ -108,6 +114,7 @@ class GradientBucket:
         self._counts[:] = [0] * len(self._parameters)
         self._num_pending = len(self._parameters)
         self._works = None
+        self._is_finished = False
 
     def build_hook(self, index: int, on_complete: Callable[[], None]) -> Callable[[torch.Tensor], None]:
         """Return what autograd calls each time it has accumulated a gradient of one parameter.
@@ -154,7 +161,7 @@ class GradientBucket:
         else:
             with torch.no_grad():
                 view.copy_(local_tensor(leaf.grad))
-        self._attach_one(index)
+        self.attach_one(index)
 
     def launch(self) -> None:
         """Start to sum the bucket. All ranks of the groups must launch their buckets in the same order."""
@@ -166,14 +173,16 @@ class GradientBucket:
         if unused:
             self._was_used[unused] = 0
         # Further groups would have to wait for the first; they start when it has been waited for.
-        self._works = [_start_sum(self._buffer, self._groups[0])]
+        self._works = [_start_sum(self._buffer, group) for group in self._groups[:1]]
 
     def finish(self) -> None:
         """Wait until the sum is there; again, it does nothing. On an accelerator the stream waits, not the host."""
         assert self._works is not None  # the synchronizer launches all buckets before it waits
-        if not self._works:
+        if self._is_finished:
             return
-        self._works.pop().wait()
+        self._is_finished = True
+        for work in self._works:
+            work.wait()
         for group in self._groups[1:]:
             _start_sum(self._buffer, group).wait()
         unused = self._unused()
@@ -193,7 +202,7 @@ class GradientBucket:
         for index, (leaf, parameter) in enumerate(zip(self._leaves, self._parameters, strict=True)):
             # Detached as unused, or by an optimizer that set gradients to None.
             if leaf.grad is not self._gradients[index] or parameter.grad is not self._parameter_gradients[index]:
-                self._attach_one(index)
+                self.attach_one(index)
         self._used[:] = [False] * len(self._parameters)
         self.start_pack(self._required)
 

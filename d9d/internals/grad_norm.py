@@ -29,6 +29,8 @@ class LocalGradients:
     """Device of the tensors."""
     dtype: torch.dtype
     """Type of the group's norm, the same on all ranks."""
+    is_counted: bool = True
+    """Whether they are part of the norm. Copies of what counts elsewhere are not, and are scaled all the same."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,9 +54,15 @@ class ShardedAlike:
             dtype = torch.promote_types(dtype, parameter.grad_dtype or parameter.dtype)
         return cls(shard_groups=shard_groups, parameters=tuple(parameters), device=parameters[0].device, dtype=dtype)
 
-    def with_tensors(self, tensors: list[torch.Tensor]) -> LocalGradients:
+    def with_tensors(self, tensors: list[torch.Tensor], *, is_counted: bool = True) -> LocalGradients:
         """Return the given gradients of these parameters."""
-        return LocalGradients(shard_groups=self.shard_groups, tensors=tensors, device=self.device, dtype=self.dtype)
+        return LocalGradients(
+            shard_groups=self.shard_groups,
+            tensors=tensors,
+            device=self.device,
+            dtype=self.dtype,
+            is_counted=is_counted,
+        )
 
     def local_gradients(self) -> LocalGradients:
         """Return the gradients that the parameters have now."""
@@ -124,6 +132,8 @@ def _total_norm(gradients: list[LocalGradients], norm_type: float, pp_mesh: Devi
     operation = dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM
     parts: list[torch.Tensor] = []
     for part in gradients:
+        if not part.is_counted:
+            continue
         power = _local_power(part, norm_type)
         for group in part.shard_groups:
             dist.all_reduce(power, op=operation, group=group)

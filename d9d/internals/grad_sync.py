@@ -3,7 +3,8 @@
 # pyright: reportPrivateUsage=false
 # pyright: reportPrivateImportUsage=false
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from d9d.core.placement import (
     compute_leaf,
     groups_where,
     has_compute_leaf,
+    like_parameter,
     local_tensor,
     refuse_direct_gradient,
     trainable,
@@ -23,12 +25,27 @@ from d9d.internals.grad_bucket import GradientBucket, gradient_dtype
 from d9d.internals.grad_norm import LocalGradients, ShardedAlike, group_parameters_for_norm
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _NormPart:
+    """Where the gradients of parameters are that are sharded over the same groups."""
+
+    group: ShardedAlike
+    buckets: list[GradientBucket]
+    unbucketed: list[nn.Parameter]
+    is_counted: bool
+
+    def local_gradients(self) -> LocalGradients:
+        tensors = [bucket.payload for bucket in self.buckets] + _local_gradients_of(self.unbucketed)
+        return self.group.with_tensors(tensors, is_counted=self.is_counted)
+
+
 class GradientSynchronizer:
     """Holds the gradients of a model in buckets and sums each bucket as soon as its last gradient is there.
 
     Parameters that are replicated over some mesh dimension go into flat buckets, filled in reverse order of the
-    parameters, which is about the order in which the backward pass reaches them. All others (plain tensors, and shards
-    whose sums FSDP does) need no sum here and keep the gradients that autograd gives them.
+    parameters, which is about the order in which the backward pass reaches them. So do those that are replicated over
+    one rank only, since their modules compute with plain leaves. All others (plain tensors, and shards whose sums FSDP
+    does) need no sum here and keep the gradients that autograd gives them.
 
     [Note: order of collectives]
     All ranks must start the sums in the same order, but parameters may be ready in different orders, or not at all on
@@ -41,6 +58,7 @@ class GradientSynchronizer:
         bucket_size_mb: int,
         *,
         plain_groups: tuple[dist.ProcessGroup, ...] = (),
+        uncounted: Iterable[nn.Parameter] = (),
     ) -> None:
         """Describe the parameters; `bind` allocates.
 
@@ -50,16 +68,18 @@ class GradientSynchronizer:
             bucket_size_mb: Size at which a bucket is full, in MiB. Larger parameters get a bucket of their own.
             plain_groups: Groups over which plain tensors are replicated, innermost first. By default they are taken to
                 belong to this rank alone.
+            uncounted: Those whose gradients are no part of the norm, as they are copies of what counts elsewhere.
         """
         if bucket_size_mb <= 0:
             raise ValueError(f"bucket_size_mb ({bucket_size_mb}) must be positive. The usual value is 32.")
         self._param_groups = [trainable(group) for group in param_groups]
         self._bucket_size_bytes = bucket_size_mb * 2**20
         self._plain_groups = plain_groups
+        self._uncounted = frozenset(uncounted)
         self._buckets: list[GradientBucket] = []
         self._buckets_of_group: list[list[GradientBucket]] = []
         self._unbucketed: list[nn.Parameter] = []
-        self._norm_parts: list[tuple[ShardedAlike, list[GradientBucket], list[nn.Parameter]]] = []
+        self._norm_parts: list[_NormPart] = []
         self._handles: list[RemovableHandle] = []
         self._next_bucket = 0
 
@@ -70,7 +90,7 @@ class GradientSynchronizer:
         for group in self._param_groups:
             buckets: list[GradientBucket] = []
             for parameters, groups in self._fill_buckets(group):
-                if groups:
+                if groups or has_compute_leaf(parameters[0]):
                     buckets.append(GradientBucket(parameters, groups))
                 else:
                     self._unbucketed.extend(parameters)
@@ -140,23 +160,46 @@ class GradientSynchronizer:
 
     def local_gradients(self) -> list[LocalGradients]:
         """Return this rank's gradients, grouped by how their parameters are sharded; buckets as one vector each."""
-        return [
-            group.with_tensors([bucket.payload for bucket in buckets] + _local_gradients_of(unbucketed))
-            for group, buckets, unbucketed in self._norm_parts
-        ]
+        return [part.local_gradients() for part in self._norm_parts]
 
-    def _group_for_norm(self) -> list[tuple[ShardedAlike, list[GradientBucket], list[nn.Parameter]]]:
-        """Sort buckets and unbucketed parameters by what they are sharded over."""
+    def attach_gradient(self, parameter: nn.Parameter) -> torch.Tensor:
+        """Return the local gradient of a parameter, after `wait`. If it has none, it gets zeros."""
+        if parameter.grad is None:
+            self._attach_zeros(parameter)
+        assert parameter.grad is not None  # just attached
+        return local_tensor(parameter.grad)
+
+    def _attach_zeros(self, parameter: nn.Parameter) -> None:
+        for bucket in self._buckets:
+            for index, member in enumerate(bucket.parameters):
+                if member is parameter:
+                    bucket.attach_one(index)  # nobody has used it, so that the sum in the bucket is 0
+                    return
+        zeros = torch.zeros_like(local_tensor(parameter), dtype=gradient_dtype(parameter))
+        parameter.grad = like_parameter(zeros, parameter)
+
+    def _group_for_norm(self) -> list[_NormPart]:
+        """Sort buckets and unbucketed parameters by what they are sharded over, and by whether they count."""
         bucketed = [parameter for bucket in self._buckets for parameter in bucket.parameters]
         unbucketed = set(self._unbucketed)
-        return [
-            (
-                group,
-                [bucket for bucket in self._buckets if bucket.shard_groups == group.shard_groups],
-                [parameter for parameter in group.parameters if parameter in unbucketed],
-            )
-            for group in group_parameters_for_norm([*bucketed, *self._unbucketed]).groups
-        ]
+        parts: list[_NormPart] = []
+        for is_counted in (True, False):
+            parameters = [
+                parameter
+                for parameter in (*bucketed, *self._unbucketed)
+                if (parameter not in self._uncounted) == is_counted
+            ]
+            for group in group_parameters_for_norm(parameters).groups:
+                members = set(group.parameters)
+                parts.append(
+                    _NormPart(
+                        group=group,
+                        buckets=[bucket for bucket in self._buckets if bucket.parameters[0] in members],
+                        unbucketed=[parameter for parameter in group.parameters if parameter in unbucketed],
+                        is_counted=is_counted,
+                    )
+                )
+        return parts
 
     def _launch_complete(self) -> None:
         """Start the buckets that are complete, up to the first that is not."""
@@ -173,7 +216,14 @@ class GradientSynchronizer:
             is_plain = not isinstance(parameter, DTensor)
             groups = self._plain_groups if is_plain else groups_where(parameter, replicated=True)
             leaf = compute_leaf(parameter)
-            layout = (groups, groups_where(parameter, replicated=False), leaf.device, gradient_dtype(leaf))
+            layout = (
+                groups,
+                groups_where(parameter, replicated=False),
+                leaf.device,
+                gradient_dtype(leaf),
+                bool(groups) or has_compute_leaf(parameter),
+                parameter in self._uncounted,
+            )
             layouts.setdefault(layout, ([], groups))[0].append(parameter)
         buckets: list[tuple[list[nn.Parameter], tuple[dist.ProcessGroup, ...]]] = []
         for members, groups in layouts.values():

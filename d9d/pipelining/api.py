@@ -3,8 +3,8 @@
 import abc
 import dataclasses
 import enum
-from collections.abc import Callable
-from typing import Any, Generic, Protocol, TypeAlias, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 import torch
 
@@ -14,6 +14,7 @@ from d9d.pipelining.actions import ActionBase
 __all__ = [
     "ActionTiming",
     "BackwardObserver",
+    "DeclaresTiedParameters",
     "ModuleSupportsPipelining",
     "PipelineLossFn",
     "PipelineResultFn",
@@ -151,6 +152,23 @@ class ModuleSupportsPipelining(Protocol[_InputContra, TStageTransfer, _SharedCon
         Args:
             pipeline_input: Input of one microbatch, for the shapes that follow from it.
             boundary: The side of the stage that is asked about.
+        """
+        ...
+
+
+@runtime_checkable
+class DeclaresTiedParameters(Protocol):
+    """Describes a stage that has copies of weights which other stages have too, such as an embedding and a head."""
+
+    def tied_parameters(self) -> Mapping[str, str]:
+        """Name the copies of this stage.
+
+        Copies of one weight are kept equal: their values by those of the lowest stage, their gradients by a sum. They
+        must have the same shape, dtype, placements and `requires_grad`, and need the same treatment by the optimizer.
+
+        Returns:
+            Key of the weight by name of the parameter, as of ``named_parameters()``. All stages use one key for a weight,
+            and each has a parameter of its own. A stage that has a weight twice uses one parameter under two names.
         """
         ...
 

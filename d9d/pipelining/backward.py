@@ -8,15 +8,19 @@ falls into nodes *on the path*, from which an input can be reached, and the rest
 
 The input half is one run of the engine that asks for the inputs. The engine computes nothing that leads elsewhere, so
 matrix products skip the product for the weight. Each of them keeps instead its saved activation and the gradient that it
-receives, and the weight half multiplies them. All else that leaves the path (norm weights, biases outside of GEMMs,
-convolutions, compiled regions) is asked for too, since it is cheap or comes along anyway, and waits where it left. The
-weight half feeds all of this into the part off the path, from where it accumulates into the parameters as in a full pass.
+receives, and the weight half multiplies them. All else that leaves the path is asked for too: norm weights, because they
+are cheap; convolutions, compiled regions, checkpointed or offloaded layers, because they compute all at once or would
+have to recompute or load twice. These gradients wait where they left the path. The weight half feeds everything into the
+part off the path, from where it accumulates into the parameters as in a full pass. A stage that consists of compiled or
+checkpointed regions gains nothing from the split and keeps a set of gradients for each pass between its halves.
 
 Gradients are recorded by hooks of the nodes and not captured by the engine, since it captures a gradient before the
 tensor hooks of a node have seen it if the node runs, and after that if it does not.
 
 Python functions that leave the path run with `GradDirection.inputs`. What they withhold then, they are asked for in the
 weight half with `GradDirection.weight`; a function that does not ask what is wanted withholds nothing.
+
+The forward pass and both halves belong on the same stream: the weight half reads what nodes have left on theirs.
 """
 
 import contextlib
@@ -82,7 +86,11 @@ def stage_backward_full(
     if roots:
         mixed: Any = roots  # the stubs of torch want tensors only, or edges only
         torch.autograd.backward(mixed, grads)
-    return [_take_grad(tensor) for tensor in inputs]
+    input_grads = [None if tensor is None else tensor.grad for tensor in inputs]
+    for tensor in inputs:
+        if tensor is not None:
+            tensor.grad = None
+    return input_grads
 
 
 def stage_backward_input(
@@ -180,13 +188,6 @@ def _implicit_grad(output: StageOutput) -> torch.Tensor | None:
     metadata = node._input_metadata[output.output_nr]
     shape = torch.Size(metadata.shape)
     return torch.ones(shape, dtype=metadata.dtype, device=metadata.device) if shape.numel() == 1 else None
-
-
-def _take_grad(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    if tensor is None:
-        return None
-    grad, tensor.grad = tensor.grad, None
-    return grad
 
 
 _Path = dict[Node, tuple[tuple[Node | None, int], ...]]

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from d9d.pipelining.actions import (
     ActionBase,
+    ActionWorkType,
     BackwardFullInputComputeAction,
     BackwardReceiveAction,
     BackwardSendAction,
@@ -16,7 +17,7 @@ from d9d.pipelining.actions import (
 )
 from d9d.pipelining.timeline import ActionCosts, Step, build_step, start_times
 
-__all__ = ["add_communication_ops"]
+__all__ = ["add_communication_ops", "post_receives_early"]
 
 
 def add_communication_ops(
@@ -102,3 +103,43 @@ def _step(action: ActionBase, unit: ActionCosts, rank: int, stage_to_rank: Mappi
     here = tuple(result for part in parts for result in part.needs_here if result not in gives)
     away = tuple(result for part in parts for result in part.needs_away)
     return Step(action, unit.of(action), here, away, gives)
+
+
+def post_receives_early(actions: Sequence[ActionBase], num_passes: int) -> list[ActionBase]:
+    """Move the receives of a rank ahead of some forward and backward passes, for backends where posting one is free.
+
+    Without that a rank asks for a result at the moment when it needs it, and the transfer is not hidden by anything. The
+    order of the receives stays, so that they match the sends. A gradient is not asked for before the forward pass of
+    its microbatch, which tells its shape.
+
+    Args:
+        actions: All actions of one rank.
+        num_passes: How many compute actions a receive may overtake. Each one costs a buffer.
+    """
+    if num_passes == 0:
+        return list(actions)
+    others: list[ActionBase] = []
+    passes: list[int] = []
+    forwards: dict[tuple[int, int], int] = {}
+    receives: dict[int, list[ActionBase]] = {}
+    earliest = 0
+    for action in actions:
+        if not isinstance(action, ForwardReceiveAction | BackwardReceiveAction):
+            if action.work_type is ActionWorkType.compute:
+                passes.append(len(others))
+            for part in flat_actions((action,)):
+                if isinstance(part, ForwardComputeAction):
+                    forwards[part.stage_idx, part.microbatch_idx] = len(others)
+            others.append(action)
+            continue
+        # Receives go before the other action of this index.
+        position = passes[-num_passes] if len(passes) >= num_passes else 0
+        if isinstance(action, BackwardReceiveAction):
+            position = max(position, forwards.get((action.stage_idx, action.microbatch_idx), 0) + 1)
+        earliest = max(earliest, position)
+        receives.setdefault(earliest, []).append(action)
+    result: list[ActionBase] = []
+    for index, action in enumerate(others):
+        result += receives.get(index, ())
+        result.append(action)
+    return [*result, *receives.get(len(others), ())]

@@ -19,6 +19,7 @@ from d9d.pipelining.actions import (
     flat_actions,
 )
 from d9d.pipelining.api import ActionTiming, BackwardObserver, PipelineLossFn, PipelineResultFn, PipelineSchedule
+from d9d.pipelining.communications import post_receives_early
 from d9d.pipelining.failure import FailureBoard
 from d9d.pipelining.p2p import BufferPool, Transport, build_transport
 from d9d.pipelining.programs import PipelineProgramBuilder
@@ -264,7 +265,8 @@ class PipelineScheduleExecutor(PipelineSchedule[Any, Any, Any]):
             # The check takes seconds for programs of a million actions. What is wrong with a builder shows in small ones.
             if sum(map(len, programs.values())) <= MAX_VALIDATED_ACTIONS:
                 validate_program(programs)
-            self._programs[num_microbatches] = _RankProgram(programs[self._group.rank()])
+            own = programs[self._group.rank()]
+            self._programs[num_microbatches] = _RankProgram(post_receives_early(own, self._transport.passes_ahead))
         return self._programs[num_microbatches]
 
     def _agree_on_pack(self, num_microbatches: int) -> None:

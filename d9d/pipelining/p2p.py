@@ -44,6 +44,9 @@ class Transfer(Protocol):
 class Transport(Protocol):
     """Moves tensors between two ranks, in the order of the calls."""
 
+    passes_ahead: int
+    """Forward and backward passes before the one that needs a result at which it is best asked for."""
+
     def send(self, tensors: list[torch.Tensor], peer: int) -> None:
         """Start to send; the tensors must not be changed any more.
 
@@ -84,6 +87,9 @@ class _Works:
 
 class DirectTransport:
     """Hands each transfer to the backend at once, for backends that match sends and receives by themselves (gloo)."""
+
+    # The peer sends when it is asked to. So ask while this rank is busy with another microbatch.
+    passes_ahead = 1
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         """Use a group whose other members use this transport too."""
@@ -141,6 +147,9 @@ class BatchedTransport:
     would wait for ever; in one batch both directions run at once. All transfers go through batches, also single ones,
     because unbatched ones use other communicators, whose order relative to the batches nobody guarantees.
     """
+
+    # A receive blocks the transfers behind it, so it stays where it is safe.
+    passes_ahead = 0
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         """Use a group whose other members use this transport too."""

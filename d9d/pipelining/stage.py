@@ -93,9 +93,9 @@ class _Pass:
 
     inputs: list[torch.Tensor]
     buffers: list[torch.Tensor]
-    roots: list[Root] = dataclasses.field(default_factory=list[Root])
-    gradients: list[TensorSpec] = dataclasses.field(default_factory=list[TensorSpec])
-    """Shapes of the gradients that come back, one per root."""
+    roots: list[Root]
+    gradients: list[tuple[tuple[int, ...], torch.dtype]]
+    """Shape and type of the gradients that come back, one per root."""
     deferred: Any = None
     """What the first half of a split backward pass has left to the second one."""
 
@@ -131,10 +131,13 @@ class PipelineStage(Generic[TPipelineInput, TStageTransfer, TSharedInput, TPipel
             stage_to_host_topology: Rank in the group of each stage.
         """
         self._info = info
+        self._is_first = info.is_current_stage_first
+        self._is_last = info.is_current_stage_last
         self._module = module
         self._pipelined = cast("ModuleSupportsPipelining[Any, Any, Any, Any]", module)
         self._group = group
-        self._hosts = stage_to_host_topology
+        self._previous_host = stage_to_host_topology.get(info.current_stage - 1, -1)
+        self._next_host = stage_to_host_topology.get(info.current_stage + 1, -1)
         self._previous: PipelineStage[Any, Any, Any, Any] | None = None
         self._next: PipelineStage[Any, Any, Any, Any] | None = None
         self._transport: Transport
@@ -148,6 +151,7 @@ class PipelineStage(Generic[TPipelineInput, TStageTransfer, TSharedInput, TPipel
         self._gradient_outbox: dict[int, list[torch.Tensor]] = {}
         self._agreed_incoming: dict[BoundaryKind, _Agreement] = {}
         self._agreed_outgoing: dict[BoundaryKind, list[bool]] = {}
+        self._last_specs: dict[StageBoundary, BoundarySpec] = {}
 
     @property
     def info(self) -> PipelineStageInfo:
@@ -197,12 +201,12 @@ class PipelineStage(Generic[TPipelineInput, TStageTransfer, TSharedInput, TPipel
         Returns:
             The pipeline output on the last stage; on the others the output goes to the next stage.
         """
-        given = _Input(pipeline_input, [], []) if self._info.is_current_stage_first else self._take_input(microbatch)
+        given = _Input(pipeline_input, [], []) if self._is_first else self._take_input(microbatch)
         output = self._module(given.value, shared)
-        current = _Pass(given.differentiable, given.buffers)
+        current = _Pass(given.differentiable, given.buffers, [], [])
         if self._has_backward:
             self._passes[microbatch] = current
-        if self._info.is_current_stage_last:
+        if self._is_last:
             result = cast("TPipelineOutput", output)
         else:
             result = None
@@ -219,7 +223,7 @@ class PipelineStage(Generic[TPipelineInput, TStageTransfer, TSharedInput, TPipel
                 self._add_roots(current, leaves, flags)
             self._next.accept_input(microbatch, leaves, treespec)
             return
-        spec = BoundarySpec.of(self._pipelined.stage_transfer_spec(pipeline_input, StageBoundary.outgoing))
+        spec = self._spec(pipeline_input, StageBoundary.outgoing)
         tensors = spec.sendable_leaves(leaves, treespec)
         # Detached: a send that is under way must not keep the graph.
         to_send = [tensor.detach().contiguous() for tensor in tensors]
@@ -240,7 +244,7 @@ class PipelineStage(Generic[TPipelineInput, TStageTransfer, TSharedInput, TPipel
             if has_gradient:
                 # See [Note: what a stage holds].
                 current.roots.append(get_gradient_edge(leaf) if leaf.requires_grad else None)
-                current.gradients.append(TensorSpec(leaf.shape, leaf.dtype))
+                current.gradients.append((leaf.shape, leaf.dtype))
 
     def accept_input(self, microbatch: int, leaves: list[Any], treespec: PyTreeSpec | None) -> None:
         """Take the output of the stage before, which is on the same rank."""
@@ -254,22 +258,23 @@ class PipelineStage(Generic[TPipelineInput, TStageTransfer, TSharedInput, TPipel
 
     def send_forward(self, microbatch: int) -> None:
         """Start to send the output of a microbatch to the rank of the next stage."""
-        self._transport.send(self._outbox.pop(microbatch), self._hosts[self._info.current_stage + 1])
+        self._transport.send(self._outbox.pop(microbatch), self._next_host)
 
     def receive_forward(self, microbatch: int, pipeline_input: TPipelineInput) -> None:
         """Start to receive the input of a microbatch from the rank of the stage before."""
-        spec = BoundarySpec.of(self._pipelined.stage_transfer_spec(pipeline_input, StageBoundary.incoming))
+        spec = self._spec(pipeline_input, StageBoundary.incoming)
         tensors = spec.tensors
-        peer = self._hosts[self._info.current_stage - 1]
         agreement: _Agreement | None = None
         if self._has_backward:
             agreement = self._agreed_incoming.get(spec.kind)
             if agreement is None:
                 message = torch.empty(1 + len(tensors), dtype=torch.int64, device=self._device)
-                agreement = _Agreement(message, self._transport.receive([message], peer))
+                agreement = _Agreement(message, self._transport.receive([message], self._previous_host))
                 self._agreed_incoming[spec.kind] = agreement
         buffers = [self._pool.take(tensor.shape, tensor.dtype) for tensor in tensors]
-        self._inbox[microbatch] = _Receiving(spec, buffers, self._transport.receive(buffers, peer), agreement)
+        self._inbox[microbatch] = _Receiving(
+            spec, buffers, self._transport.receive(buffers, self._previous_host), agreement
+        )
 
     def _take_input(self, microbatch: int) -> _Input:
         given = self._inbox.pop(microbatch)
@@ -283,6 +288,14 @@ class PipelineStage(Generic[TPipelineInput, TStageTransfer, TSharedInput, TPipel
             tensor.requires_grad_() for tensor, has_gradient in zip(tensors, flags, strict=False) if has_gradient
         ]
         return _Input(given.spec.unflatten(tensors), differentiable, given.buffers)
+
+    def _spec(self, pipeline_input: object, boundary: StageBoundary) -> BoundarySpec:
+        spec = self._pipelined.stage_transfer_spec(pipeline_input, boundary)
+        last = self._last_specs.get(boundary)
+        # Most microbatches are like the one before.
+        if last is None or type(spec) is not TensorSpec or last.source != spec:
+            last = self._last_specs[boundary] = BoundarySpec(spec)
+        return last
 
     # Backward
 
@@ -326,7 +339,7 @@ class PipelineStage(Generic[TPipelineInput, TStageTransfer, TSharedInput, TPipel
         """Return where the backward pass starts, from which gradients, and their buffers."""
         buffers: list[torch.Tensor] = []
         gradients: list[torch.Tensor | None]
-        if self._info.is_current_stage_last:
+        if self._is_last:
             gradients = [None]
         else:
             received = self._gradient_inbox.pop(microbatch)
@@ -340,7 +353,7 @@ class PipelineStage(Generic[TPipelineInput, TStageTransfer, TSharedInput, TPipel
         return [root for root, _ in pairs if root is not None], [gradient for _, gradient in pairs], buffers
 
     def _keep_input_gradients(self, microbatch: int, current: _Pass, gradients: Sequence[torch.Tensor | None]) -> None:
-        if self._info.is_current_stage_first:
+        if self._is_first:
             return
         if self._previous is not None:
             self._previous.accept_gradients(microbatch, list(gradients))
@@ -357,14 +370,14 @@ class PipelineStage(Generic[TPipelineInput, TStageTransfer, TSharedInput, TPipel
 
     def send_backward(self, microbatch: int) -> None:
         """Start to send the gradients of a microbatch's input to the rank of the stage before."""
-        self._transport.send(self._gradient_outbox.pop(microbatch), self._hosts[self._info.current_stage - 1])
+        self._transport.send(self._gradient_outbox.pop(microbatch), self._previous_host)
 
     def receive_backward(self, microbatch: int) -> None:
         """Start to receive the gradients of a microbatch's output from the rank of the next stage."""
-        specs = self._passes[microbatch].gradients
-        buffers = [self._pool.take(spec.shape, spec.dtype) for spec in specs]
-        peer = self._hosts[self._info.current_stage + 1]
-        self._gradient_inbox[microbatch] = _ReceivingGradients(buffers, self._transport.receive(buffers, peer))
+        buffers = [self._pool.take(shape, dtype) for shape, dtype in self._passes[microbatch].gradients]
+        self._gradient_inbox[microbatch] = _ReceivingGradients(
+            buffers, self._transport.receive(buffers, self._next_host)
+        )
 
 
 def _refuse_new_gradients(flags: list[bool], agreed: list[bool], spec: BoundarySpec) -> None:

@@ -5,7 +5,7 @@ Attributes of autograd nodes that torch documents nowhere (``_saved_*``, ``_raw_
 """
 
 import dataclasses
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any, Final, NamedTuple, Protocol
 
 import torch
@@ -314,18 +314,29 @@ class WeightGradients:
         if self._work is None:
             raise RuntimeError("stage_backward_weight was called twice for one stage_backward_input. Call it once.")
         work, self._work = self._work, None
-        if sum(piece.num_bytes for piece in work) <= MAX_PENDING_BYTES:
-            _run_together(work)
-            return
-        groups = _group_by_parameters(work)
-        work.clear()
-        while groups:
-            batch = groups.pop()
-            pending_bytes = sum(piece.num_bytes for piece in batch)
-            while groups and pending_bytes + (more := sum(piece.num_bytes for piece in groups[-1])) < MAX_PENDING_BYTES:
-                batch += groups.pop()
-                pending_bytes += more
-            _run_together(batch)
+        groups = [work]
+        if sum(piece.num_bytes for piece in work) > MAX_PENDING_BYTES:
+            groups = _batch(_group_by_parameters(work))
+            work.clear()
+        groups.reverse()
+        with GLOBAL_GRAD_CONTEXT.with_directions(*GradDirection):
+            while groups:
+                _run_together(groups.pop())
+
+
+def _batch(groups: list[list[WeightWork]]) -> list[list[WeightWork]]:
+    """Join groups as long as they do not exceed the limit together."""
+    batches: list[list[WeightWork]] = []
+    room_bytes = 0
+    for group in groups:
+        num_bytes = sum(piece.num_bytes for piece in group)
+        if batches and num_bytes <= room_bytes:
+            batches[-1] += group
+        else:
+            batches.append(group)
+            room_bytes = MAX_PENDING_BYTES
+        room_bytes -= num_bytes
+    return batches
 
 
 def _run_together(work: list[WeightWork]) -> None:
@@ -341,23 +352,31 @@ def _run_together(work: list[WeightWork]) -> None:
         _engine_run_backward(tuple(edges), tuple(grads), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
-def _group_by_parameters(work: Iterable[WeightWork]) -> list[list[WeightWork]]:
-    """Put together what leads to the same nodes, as a run of the engine frees them; last work first."""
-    owners: dict[Node, int] = {}
-    groups: dict[int, list[WeightWork]] = {}
+def _group_by_parameters(work: Sequence[WeightWork]) -> list[list[WeightWork]]:
+    """Put together what leads to the same nodes: a run of the engine frees them, and parameters accumulate once."""
+    owners: dict[Node, int] = {}  # the first piece that led to a node
+    leaders: list[int] = []  # for each piece an earlier one of its group, or itself
+
+    def find(index: int) -> int:
+        while leaders[index] != index:
+            index = leaders[index]
+        return index
+
     for index, piece in enumerate(work):
-        members = [piece]
+        leaders.append(index)
         stack = [edge.node for edge in piece.edges]
         while stack:
             node = stack.pop()
-            owner = owners.get(node)
-            if owner is None:
+            if node not in owners:
+                owners[node] = index
                 stack += [child for child, _ in node.next_functions if child is not None]
-            elif owner != index and owner in groups:
-                members = groups.pop(owner) + members
-            owners[node] = index
-        groups[index] = members
-    return list(reversed(groups.values()))
+            else:
+                first, second = sorted((find(owners[node]), find(index)))
+                leaders[second] = first
+    groups: dict[int, list[WeightWork]] = {}
+    for index, piece in enumerate(work):
+        groups.setdefault(find(index), []).append(piece)
+    return list(groups.values())
 
 
 def leaf_of(accumulate_grad: Node) -> torch.Tensor:
@@ -371,8 +390,11 @@ def plan_gemm(gemm: Node, next_edges: Sequence[Any], on_path: Container[Node]) -
     node: Any = gemm
     rule = GEMM_RULES[type(node)]
     left, right = next_edges[-2], next_edges[-1]
-    weight, operand = (right, rule.right) if left[0] in on_path else (left, rule.left)
-    if weight[0] is None or weight[0] in on_path:
+    is_left_on_path, is_right_on_path = left[0] in on_path, right[0] in on_path
+    if is_left_on_path == is_right_on_path:
+        return None  # no weight, or a product of weights only, to which a term from the path is added
+    weight, operand = (right, rule.right) if is_left_on_path else (left, rule.left)
+    if weight[0] is None:
         return None
     if rule.has_addend and not (node._saved_alpha == 1 and node._saved_beta == 1):
         return None

@@ -228,7 +228,7 @@ class Run:
 def agree_alone(schedule: PipelineSchedule[Any, Any, Any], kind: StageKind) -> None:
     """Tell the stages what the ones before them would say in the first step, where there are none."""
     assert isinstance(schedule, PipelineScheduleExecutor)
-    sent = BoundarySpec.of(TensorSpec(shape=kind.shape, dtype=torch.float32))
+    sent = BoundarySpec(TensorSpec(shape=kind.shape, dtype=torch.float32))
     for stage in schedule._stages.values():  # pyright: ignore[reportPrivateUsage]
         agreement = _Agreement(torch.empty(0), _Works([]), flags=[True])
         stage._agreed_incoming[sent.kind] = agreement  # pyright: ignore[reportPrivateUsage]

@@ -13,6 +13,7 @@ from d9d.core.placement import compute_leaf, is_sharded, trainable
 from d9d.internals.fsdp_accumulation import FsdpAccumulation
 from d9d.internals.grad_norm import LocalGradients
 from d9d.internals.grad_sync import GradientSynchronizer
+from d9d.internals.tied_parameters import TiedGradients
 from d9d.loop.component.tracked_modules import TrackedModules
 from d9d.loop.config import GradientManagerConfig
 
@@ -39,7 +40,11 @@ class GradientManager:
         self._is_pipelined = dist_context.mesh_params.has_pipeline_parallel
         self._parameters = [trainable(module.parameters()) for module in tracked_modules.modules]
         # Programs finish the backward passes of later stages first.
-        self._synchronizer = GradientSynchronizer(self._parameters[::-1], config.bucket_size_mb)
+        ties = tracked_modules.ties
+        self._synchronizer = GradientSynchronizer(
+            self._parameters[::-1], config.bucket_size_mb, uncounted=ties.uncounted()
+        )
+        self._tied_gradients = TiedGradients(ties, self._synchronizer)
         self._fsdp = [
             FsdpAccumulation(
                 [module],
@@ -65,10 +70,12 @@ class GradientManager:
 
         Raises:
             NotImplementedError: If the config asks for gradients of another dtype than that of sharded parameters.
+            ValueError: If copies of a tied weight have come to differ since they were built, as one was frozen.
         """
         if self._config.torch_grad_dtype is not None:
             for parameter in (parameter for group in self._parameters for parameter in group):
                 _set_grad_dtype(parameter, self._config.torch_grad_dtype)
+        self._tied_gradients.refuse_differences()
         self._synchronizer.bind()
         try:
             yield
@@ -151,6 +158,7 @@ class GradientManager:
             self._work.wait()
         join_stream(self._stream)
         self._synchronizer.wait()
+        self._tied_gradients.sum()
         self._synchronizer.scale_grads(_safe_inverse(self._weight_sum))
 
     def should_update(self) -> bool:

@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor
 from d9d.core.dist_context import DistributedContext
 from d9d.core.placement import trainable
 from d9d.internals.materialize import materialize_module, seed_names_of_stages
+from d9d.internals.tied_parameters import StageMemory, agree_on_ties, tie_parameters
 from d9d.loop.component.tracked_modules import TrackedModules, everything, only_trainable
 from d9d.loop.config import ModelStageFactoryConfig, PipeliningConfig
 from d9d.loop.control import InitializeModelStageContext, ModelProvider, ParallelizeModelStageContext
@@ -52,15 +53,21 @@ class ModelStageFactory:
 
     # Any: only the job knows the types of its inputs and outputs.
     def build_pipeline_and_modules(self) -> tuple[PipelineScheduleInfo[Any, Any, Any], TrackedModules]:
-        """Build the stages and the schedule that runs them. All ranks must call it."""
+        """Build the stages and the schedule that runs them. All ranks must call it.
+
+        Raises:
+            ValueError: If stages share weights in a way that cannot be kept; see `agree_on_ties`.
+        """
         context = self._dist_context
         stages: list[int] = []
+        memory = StageMemory()
 
         def build(stage: PipelineStageInfo) -> nn.Module:
             stages.append(stage.current_stage)
-            return self._build_on_meta(stage)
+            return self._build_on_meta(stage, memory)
 
         schedule, modules = build_schedule(context, self._pipelining.schedule, build)
+        ties = agree_on_ties(modules, stages, context, memory)
         seed_names: list[dict[str, str]] = [{} for _ in modules]
         if context.mesh_params.has_pipeline_parallel:
             seed_names = seed_names_of_stages(modules, stages, context.pipeline_group)
@@ -68,20 +75,23 @@ class ModelStageFactory:
             materialize_module(module, context.current_device, self._seed, group=context.data_group, seed_names=names)
             module.train()
         predicate = only_trainable if self._config.checkpoint_only_trainable_parameters else everything
-        return schedule, TrackedModules(context, modules, predicate)
+        return schedule, TrackedModules(context, modules, predicate, tie_parameters(modules, ties, context))
 
-    def _build_on_meta(self, stage: PipelineStageInfo) -> nn.Module:
+    def _build_on_meta(self, stage: PipelineStageInfo, memory: StageMemory) -> nn.Module:
         context = self._dist_context
         with torch.device("meta"):
             built = self._provider.initialize_model_stage(
                 InitializeModelStageContext(dist_context=context, stage=stage)
             )
         model = cast("nn.Module", built.model)
-        if context.is_distributed:
+        # What stages share is refused by all ranks together, and may not be distributed twice until then.
+        has_shared = memory.add(stage.current_stage, model)
+        if context.is_distributed and not has_shared:
             self._provider.parallelize_model_stage(
                 ParallelizeModelStageContext(dist_context=context, stage=stage, model=model)
             )
             self._refuse_undistributed(model)
+            memory.add(stage.current_stage, model)
         return model
 
     def _refuse_undistributed(self, model: nn.Module) -> None:

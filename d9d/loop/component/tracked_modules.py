@@ -7,6 +7,7 @@ from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 
 from d9d.core.dist_context import REGULAR_DOMAIN, DistributedContext
+from d9d.internals.tied_parameters import TiedParameters
 
 StatefulPredicate = Callable[[str, nn.Module], bool]
 """Tells whether a checkpoint holds the entry of this name in a stage's state dict."""
@@ -16,7 +17,11 @@ class TrackedModules(Stateful):
     """Model stages that this rank hosts, in stage order."""
 
     def __init__(
-        self, dist_context: DistributedContext, modules: list[nn.Module], stateful_predicate: StatefulPredicate
+        self,
+        dist_context: DistributedContext,
+        modules: list[nn.Module],
+        stateful_predicate: StatefulPredicate,
+        ties: TiedParameters | None = None,
     ) -> None:
         """Track modules.
 
@@ -24,8 +29,10 @@ class TrackedModules(Stateful):
             dist_context: Topology of the job.
             modules: Stages of this rank.
             stateful_predicate: Chooses the entries that checkpoints hold.
+            ties: Weights of which other stages have copies too; none by default.
         """
         self._modules = modules
+        self._ties = ties or TiedParameters()
         self._predicate = stateful_predicate
         self._pp_rank = dist_context.mesh_for(REGULAR_DOMAIN).get_local_rank("pp") if dist_context.is_distributed else 0
 
@@ -33,6 +40,11 @@ class TrackedModules(Stateful):
     def modules(self) -> list[nn.Module]:
         """The stages, in stage order."""
         return self._modules
+
+    @property
+    def ties(self) -> TiedParameters:
+        """The weights of which other stages have copies too."""
+        return self._ties
 
     def state_dict(self) -> dict[str, Any]:
         """Return references to the tensors of each stage, under ``pp_<rank>_stage_<index>``."""

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from d9d.core.autograd import GLOBAL_GRAD_CONTEXT, GradDirection
 from d9d.core.dist_context import DENSE_DOMAIN, DeviceMeshParameters
+from d9d.pipelining import weight_gradients
 from d9d.pipelining.backward import stage_backward_full, stage_backward_input, stage_backward_weight
 from d9d.pipelining.weight_gradients import MAX_PENDING_BYTES
 
@@ -260,6 +261,14 @@ CASES = {
         forward=lambda m, x: (torch.addmm(m.b, x, m.a, beta=0.5, alpha=2), torch.addmm(x, x, m.a)),
         is_exact=False,
     ),
+    "product of weights, input as bias": Case(
+        build=lambda: Holder(a=(4, 3), b=(3, WIDTH)), forward=lambda m, x: (torch.addmm(x, m.a, m.b),)
+    ),
+    "weights that are sums, in a ring": Case(
+        build=lambda: Holder(a=(WIDTH, WIDTH), b=(WIDTH, WIDTH), c=(WIDTH, WIDTH), d=(WIDTH, WIDTH)),
+        forward=lambda m, x: (x @ (m.a + m.b) @ (m.c + m.d) @ (m.b + m.c) @ (m.d + m.a).exp(),),
+        is_exact=False,
+    ),
     "weight from an input": Case(build=lambda: Holder(a=(WIDTH, 3), b=(2, WIDTH)), forward=hypernetwork),
     "weight norm": Case(
         build=lambda: nn.Sequential(parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH)), mlp()), is_exact=False
@@ -404,8 +413,12 @@ def assert_same(actual: torch.Tensor | None, expected: torch.Tensor | None, *, i
         torch.testing.assert_close(actual, expected, rtol=TOLERANCE, atol=TOLERANCE)
 
 
+@pytest.mark.parametrize("max_pending_bytes", [1, MAX_PENDING_BYTES])
 @pytest.mark.parametrize("name", CASES)
-def test_halves_give_what_a_whole_pass_gives(name: str) -> None:
+def test_halves_give_what_a_whole_pass_gives(
+    name: str, max_pending_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weight_gradients, "MAX_PENDING_BYTES", max_pending_bytes)
     case = CASES[name]
     expected_inputs, expected, expected_calls = run_plain(case)
     actual_inputs, actual, calls = run_split(case, SPLIT_ORDER)
@@ -586,6 +599,15 @@ def test_a_loss_needs_no_gradient_and_an_output_without_one_is_left_out(as_edge:
     (expected,) = torch.autograd.grad(module(x).square().mean(), x)
     assert_same(grads[0], expected, is_exact=True)
     assert_same(grads[1], expected, is_exact=True)
+
+
+def test_the_same_input_twice() -> None:
+    module = mlp(2)
+    x = torch.randn(4, WIDTH, requires_grad=True)
+    whole = stage_backward_full([module(x) + x], [torch.ones(4, WIDTH)], [x, x])
+    result = stage_backward_input([module(x) + x], [torch.ones(4, WIDTH)], [x, x], module.parameters())
+    for actual in (*whole, *result.input_grads):
+        assert_same(actual, whole[0], is_exact=True)
 
 
 def test_without_a_gradient_nothing_happens() -> None:

@@ -1,0 +1,194 @@
+"""A failure on one rank: it says where and why, the others say the same at once, and nobody goes on."""
+
+import time
+from typing import Any, Literal
+
+import pytest
+import torch
+
+from d9d.pipelining.api import PipelineStageInfo, StageBoundary
+from d9d.pipelining.failure import PipelineActionError, PipelinePeerError
+from tests.harness.pipelines import Pipeline, ScaleStage, build_pipeline, numbered_inputs, told
+
+NOTICED_WITHIN_S = 10.0
+
+Where = Literal["forward", "loss", "backward", "incoming spec", "outgoing spec"]
+
+
+class BoomError(Exception):
+    """What user code raises here."""
+
+
+class RaisingBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        raise BoomError("no gradient today")
+
+
+class FailingStage(ScaleStage):
+    """Fails on one stage, in one place, at the microbatch that is full of 3.0, which has index 2."""
+
+    def __init__(self, info: PipelineStageInfo, at: int, where: Where, error: BaseException) -> None:
+        super().__init__(info)
+        self.where = where if info.current_stage == at else None
+        self.error = error
+
+    def forward(self, inputs: torch.Tensor, shared: int) -> torch.Tensor:
+        if self.where == "forward" and shared == 2:
+            raise self.error
+        output = super().forward(inputs, shared)
+        return RaisingBackward.apply(output) if self.where == "backward" and shared == 2 else output  # pyright: ignore[reportReturnType]
+
+    def stage_transfer_spec(self, pipeline_input: torch.Tensor, boundary: StageBoundary) -> Any:
+        if self.where == f"{boundary.value} spec" and pipeline_input[0] == 3.0:
+            raise self.error
+        return super().stage_transfer_spec(pipeline_input, boundary)
+
+    def loss(self, output: torch.Tensor, index: int) -> torch.Tensor:
+        if self.where == "loss" and index == 2:
+            raise self.error
+        return output.sum()
+
+
+def run_failing(pipeline: Pipeline, num_microbatches: int = 12) -> BaseException:
+    """Run a step that fails, and return the error of this rank, which comes soon.
+
+    A pack is so long that all ranks are still at work when one fails: who is done already returns without an error.
+    """
+    last = max(pipeline.modules)
+    inputs = numbered_inputs([(4,)] * num_microbatches)
+    start = time.perf_counter()
+    with pytest.raises(BaseException) as info:  # noqa: PT011 - KeyboardInterrupt is among them
+        pipeline.executor.step(inputs, tuple(range(num_microbatches)), pipeline.modules[last].loss)
+    assert time.perf_counter() - start < NOTICED_WITHIN_S
+    return info.value
+
+
+def check_failure(schedule: str, pp_size: int, at: int, where: Where, action: str) -> None:
+    cause = BoomError("out of luck")
+    pipeline = build_pipeline(schedule, pp_size, lambda info: FailingStage(info, at, where, cause))
+    error = run_failing(pipeline)
+    text = "BoomError: no gradient today" if where == "backward" else "BoomError: out of luck"
+    assert f"action {action} failed on pipeline rank" in str(error)
+    assert f"(stage {at}, microbatch 2): {text}" in str(error)
+    if at in pipeline.modules:
+        assert type(error) is PipelineActionError
+        assert type(error.__cause__) is BoomError
+    else:
+        assert type(error) is PipelinePeerError
+    check_no_further_step(pipeline)
+
+
+def check_no_further_step(pipeline: Pipeline) -> None:
+    with pytest.raises(RuntimeError, match="has failed in an earlier step"):
+        pipeline.executor.step(numbered_inputs([(4,)]), (0,), lambda output, _: output.sum())
+
+
+@pytest.mark.world_size(4)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_an_exception_in_the_forward_pass(stage):
+    check_failure("1f1b_1", 4, stage, "forward", f"{stage}F2")
+
+
+@pytest.mark.world_size(4)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_an_exception_in_the_backward_pass(stage):
+    check_failure("1f1b_1", 4, stage, "backward", f"{stage}B2")
+
+
+@pytest.mark.world_size(4)
+def test_an_exception_in_the_loss():
+    check_failure("1f1b_1", 4, 3, "loss", "3F2")
+
+
+@pytest.mark.world_size(4)
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_an_exception_in_the_spec_of_an_output(stage):
+    check_failure("1f1b_1", 4, stage, "outgoing spec", f"{stage}F2")
+
+
+@pytest.mark.world_size(4)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_an_exception_in_the_spec_of_an_input(stage):
+    check_failure("1f1b_1", 4, stage, "incoming spec", f"{stage}RECV_F2")
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize(
+    ("schedule", "action"),
+    [("gpipe", "1F2"), ("looped_bfs_2", "1F2"), ("1f1b_2", "1F2"), ("zero_bubble_2", "1F2"), ("zero_bubble_v", "1F2")],
+)
+def test_an_exception_in_any_schedule(schedule, action):
+    check_failure(schedule, 2, 1, "forward", action)
+
+
+@pytest.mark.world_size(2)
+def test_an_exception_in_half_a_backward_pass():
+    for schedule in ("zero_bubble_1", "zero_bubble_2"):
+        with told(schedule):
+            check_failure(schedule, 2, 1, "backward", "1I2")
+
+
+@pytest.mark.world_size(2)
+def test_an_exception_in_inference():
+    for stage in (0, 1):
+        with told(f"stage {stage}"):
+            check_failure("inference", 2, stage, "forward", f"{stage}F2")
+
+
+@pytest.mark.world_size(2)
+def test_an_action_of_two_is_named_as_a_whole():
+    # 1F4 runs together with 2B2 or the like, so the text cannot say which of them it was; the traceback does.
+    pipeline = build_pipeline("dual_pipe_v", 2, lambda info: FailingStage(info, 2, "backward", BoomError("out of luck")))
+    error = run_failing(pipeline)
+    assert "2B2" in str(error)
+    assert "no gradient today" in str(error)
+
+
+@pytest.mark.world_size(4)
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_ctrl_c_on_one_rank_ends_the_others(stage):
+    pipeline = build_pipeline("1f1b_1", 4, lambda info: FailingStage(info, stage, "forward", KeyboardInterrupt()))
+    error = run_failing(pipeline)
+    if stage in pipeline.modules:
+        assert type(error) is KeyboardInterrupt
+    else:
+        assert type(error) is PipelinePeerError
+        assert f"pipeline rank {stage} was interrupted at {stage}F2: KeyboardInterrupt" in str(error)
+    check_no_further_step(pipeline)
+
+
+@pytest.mark.world_size(2)
+def test_the_first_of_two_failures_is_told():
+    class Both(FailingStage):
+        def forward(self, inputs: torch.Tensor, shared: int) -> torch.Tensor:
+            if self.info.current_stage == 0 and shared == 5:
+                time.sleep(0.5)  # rank 1 has failed by then
+                raise BoomError("too late")
+            return super().forward(inputs, shared)
+
+    error = run_failing(build_pipeline("gpipe", 2, lambda info: Both(info, 1, "forward", BoomError("out of luck"))))
+    # Rank 0 has an error of its own; it does not wait for anybody before, as sends are taken without rank 1.
+    assert str(error).count("out of luck") + str(error).count("too late") == 1
+
+
+@pytest.mark.world_size(2)
+def test_a_loss_without_a_backward_pass_is_an_error_on_all_ranks():
+    for loss in (lambda output: output, lambda output: output.sum().detach(), lambda output: None):
+        pipeline = build_pipeline("1f1b_1", 2, ScaleStage)
+        with pytest.raises((PipelineActionError, PipelinePeerError), match="the loss of microbatch 0"):
+            pipeline.executor.step(numbered_inputs([(4,)] * 3), (None,) * 3, lambda output, _: loss(output))  # noqa: B023
+
+
+@pytest.mark.world_size(2)
+def test_another_pipeline_of_the_same_ranks_lives_on():
+    broken = build_pipeline("1f1b_1", 2, lambda info: FailingStage(info, 1, "forward", BoomError("out of luck")))
+    intact = build_pipeline("1f1b_1", 2, ScaleStage)
+    run_failing(broken)
+    intact.executor.step(numbered_inputs([(4,)] * 3), (None,) * 3, lambda output, _: output.sum())
+    (module,) = intact.modules.values()
+    assert module.weight.grad == 4 * (1 + 2 + 3)
