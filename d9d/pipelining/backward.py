@@ -31,7 +31,12 @@ from typing import Any
 
 import torch
 from torch.autograd.function import BackwardCFunction
-from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.autograd.graph import (
+    GradientEdge,
+    Node,
+    _engine_run_backward,  # pyright: ignore[reportPrivateUsage]  # checked with torch 2.11, 2.13 and 2.14
+    get_gradient_edge,
+)
 
 from d9d.core.autograd import GLOBAL_GRAD_CONTEXT, GradDirection
 
@@ -84,8 +89,8 @@ def stage_backward_full(
     _check_inputs(inputs)
     roots, grads = _pair_outputs(outputs, output_grads)
     if roots:
-        mixed: Any = roots  # the stubs of torch want tensors only, or edges only
-        torch.autograd.backward(mixed, grads)
+        # Not `torch.autograd.backward`, whose checks in Python take as long as a small layer. The engine checks shapes too.
+        _engine_run_backward(tuple(roots), tuple(grads), False, False, (), allow_unreachable=True, accumulate_grad=True)
     input_grads = [None if tensor is None else tensor.grad for tensor in inputs]
     for tensor in inputs:
         if tensor is not None:

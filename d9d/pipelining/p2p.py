@@ -21,10 +21,10 @@ __all__ = [
     "close_group",
 ]
 
-MAX_SENDS_IN_FLIGHT = 4
+MAX_SENDS_IN_FLIGHT = 8
 """Sends to one rank that may be under way before the next one waits for the oldest.
 
-A send keeps its tensor. Programs are free of deadlocks even if every send blocks, so waiting is safe; four hide the
+A send keeps its tensor. Programs are free of deadlocks even if every send blocks, so waiting is safe; eight hide the
 latency of a link and keep the number of tensors independent of the number of microbatches.
 """
 
@@ -88,8 +88,9 @@ class _Works:
 class DirectTransport:
     """Hands each transfer to the backend at once, for backends that match sends and receives by themselves (gloo)."""
 
-    # The peer sends when it is asked to. So ask while this rank is busy with another microbatch.
-    passes_ahead = 1
+    # Gloo moves data when both sides have asked for it, so ask early. On stages of microseconds, where latency is all there
+    # is, GPipe takes 1.6 times as long with 1 as with 8; each one costs a buffer.
+    passes_ahead = 8
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         """Use a group whose other members use this transport too."""

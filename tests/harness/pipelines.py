@@ -1,7 +1,5 @@
 """Pipelines for tests: every schedule by name, small stages, and the same stages on one process."""
 
-import copy
-import time
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -168,7 +166,9 @@ class TransformerModule(nn.Module):
         if self.config.dropout:
             # Ranks draw from generators of their own, a single process from one.
             torch.manual_seed(self.info.current_stage)
-        hidden = checkpoint(self.block, hidden, use_reentrant=False) if self.config.is_checkpointed else self.block(hidden)
+        hidden = (
+            checkpoint(self.block, hidden, use_reentrant=False) if self.config.is_checkpointed else self.block(hidden)
+        )
         if self.config.is_tree:
             carried = self._carry(carried, hidden)
         else:
@@ -321,11 +321,11 @@ class ObserverJournal(BackwardObserver):
     def __init__(self) -> None:
         self.lines: list[str] = []
 
-    def before_backward(self, stage: int, *, is_last: bool) -> None:
-        self.lines.append(f"{'last ' if is_last else ''}pass of {stage}")
+    def before_backward(self, stage: int, *, is_last: bool, is_second_half: bool) -> None:
+        self.lines.append(f"{'last ' if is_last else ''}{'second half' if is_second_half else 'pass'} of {stage}")
 
     def before_split_backward(self, stage: int) -> None:
         self.lines.append(f"first half of {stage}")
 
-    def after_last_backward(self, stage: int, *, was_split: bool) -> None:
-        self.lines.append(f"{stage} done{' by halves' if was_split else ''}")
+    def after_last_backward(self, stage: int, *, is_second_half: bool) -> None:
+        self.lines.append(f"{stage} done{' by halves' if is_second_half else ''}")

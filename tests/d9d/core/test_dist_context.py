@@ -331,6 +331,40 @@ def test_limits_reach_every_group(kind: str):
     assert 0.5 * STEP_LIMIT_S < time.monotonic() - start < 2 * STEP_LIMIT_S
 
 
+@pytest.mark.world_size(4)
+def test_subgroups_of_a_pipeline():
+    context = DeviceMeshParameters(pipeline_parallel=4).build()
+    # A chain: each rank is in two of the groups, and gets to them after a different number of others.
+    chain = [(0, 1, 3), (0, 2), (1, 2), (2, 3)]
+    for ranks in chain + chain:
+        group = context.pipeline_subgroup(ranks)
+        if context.rank not in ranks:
+            assert group is None
+            continue
+        assert group is not None
+        assert tuple(dist.get_process_group_ranks(group)) == ranks
+        assert group in context.groups
+        total = torch.tensor(context.rank)
+        dist.all_reduce(total, group=group)
+        assert total == sum(ranks)
+    num_groups = len(context.groups)
+    assert context.pipeline_subgroup((0, 1, 2, 3)) is not None
+    assert len(context.groups) == num_groups
+
+
+@pytest.mark.world_size(4)
+def test_subgroups_of_two_pipelines():
+    context = DeviceMeshParameters(pipeline_parallel=2, data_parallel_replicate=2).build()
+    group = context.pipeline_subgroup((0, 1))
+    assert group is not None
+    assert dist.get_process_group_ranks(group) == [context.dp_rank, context.dp_rank + 2]
+
+
+def test_one_rank_has_no_subgroup():
+    with pytest.raises(RuntimeError, match="pipeline_subgroup: all parallelism degrees are 1"):
+        DeviceMeshParameters().build().pipeline_subgroup((0,))
+
+
 @pytest.mark.world_size(2)
 def test_a_longer_limit_replaces_a_shorter_one():
     context = DeviceMeshParameters(data_parallel_shard=2).build()

@@ -9,7 +9,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from d9d.core.dist_context import DENSE_DOMAIN, REGULAR_DOMAIN, DeviceMeshParameters
-from d9d.internals.grad_norm import clip_grad_norm_distributed_, group_parameters_for_norm
+from d9d.internals.grad_norm import (
+    LocalGradients,
+    clip_grad_norm_distributed_,
+    clip_local_gradients_,
+    group_parameters_for_norm,
+)
 
 EPSILON_EFFECT = 1e-6
 """Torch's 1e-6 in the denominator changes factors by less than this, relative to norms above 1."""
@@ -154,3 +159,20 @@ def test_a_parameter_counts_once_and_none_is_zero():
     parameter = parameter_with([5.0])
     assert clip([parameter, parameter], None) == 5.0
     assert clip([], 1.0) == 0.0
+
+
+def test_copies_are_scaled_but_do_not_count():
+    counted, copies = (
+        LocalGradients(
+            shard_groups=(),
+            tensors=[torch.tensor(values)],
+            device=torch.device("cpu"),
+            dtype=torch.float32,
+            is_counted=is_counted,
+        )
+        for values, is_counted in (([3.0, 4.0], True), ([4.0], False))
+    )
+    assert clip_local_gradients_([copies, counted], 0.5, 2.0, None) == 5.0
+    assert copies.tensors[0].tolist() == pytest.approx([0.4], rel=EPSILON_EFFECT)
+    assert counted.tensors[0].tolist() == pytest.approx([0.3, 0.4], rel=EPSILON_EFFECT)
+    assert clip_local_gradients_([copies], 0.5, 2.0, None) == 0.0

@@ -307,3 +307,40 @@ def test_without_a_mesh_nothing_is_sent(monkeypatch: pytest.MonkeyPatch):
     assert grads(module) == [2.0, None]
     assert calls == []
     synchronizer.unbind()
+
+
+@pytest.mark.world_size(2)
+def test_replicas_of_one_rank_have_gradients_too(monkeypatch: pytest.MonkeyPatch):
+    # A pipeline without data parallelism: the module computes with leaves, and the optimizer reads the parameters.
+    module = Scalars(2)
+    parallelize_hsdp(module, mesh_of(pipeline_parallel=2)["dp_replicate", "dp_cp_shard"])
+    synchronizer = bound(module)
+    calls = count_all_reduces(monkeypatch)
+    for _ in range(2):
+        synchronizer.set_required_accumulations(2)
+        module({0: 2.0}).backward()
+        module({0: 3.0}).backward()
+        synchronizer.wait()
+        synchronizer.wait()
+        assert grads(module) == [5.0, None]
+        synchronizer.scale_grads(torch.tensor(2.0, dtype=torch.float64))
+        assert grads(module) == [10.0, None]
+        synchronizer.zero_grad()
+    assert calls == []
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("degrees", [PAIR, {"pipeline_parallel": 2}])
+def test_copies_are_apart_in_the_norm(degrees: dict[str, int]):
+    module = Scalars(3)
+    parallelize_replicate(module, mesh_of(**degrees)["dp_replicate"])
+    copy = list(module.parameters())[1]
+    synchronizer = GradientSynchronizer([list(module.parameters())], 1, uncounted=[copy])
+    synchronizer.bind()
+    synchronizer.set_required_accumulations(1)
+    module({0: 1.0, 1: 2.0, 2: 3.0}).backward()
+    synchronizer.wait()
+    num_replicas = degrees.get("data_parallel_replicate", 1)
+    by_count = {part.is_counted: torch.cat(part.tensors).tolist() for part in synchronizer.local_gradients()}
+    assert by_count == {True: [3.0 * num_replicas, 1.0 * num_replicas], False: [2.0 * num_replicas]}
+    synchronizer.unbind()

