@@ -3,6 +3,7 @@
 import contextlib
 import doctest
 import io
+import os
 import re
 import subprocess
 import sys
@@ -18,7 +19,8 @@ ON_TWO_RANKS = re.compile(r"<!-- run on 2 ranks -->\n+```python\n(.*?)```", re.D
 
 def test_docs_build(tmp_path: Path):
     command = [sys.executable, str(ROOT / "docs" / "build.py"), str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    env = os.environ | {"PYTHONPATH": str(ROOT)}  # the checkout, whether or not it is installed
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
     assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "index.html").is_file()
 

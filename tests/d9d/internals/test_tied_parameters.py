@@ -16,7 +16,14 @@ from d9d.core.dist_ops import all_gather_object
 from d9d.core.types import TensorSpec
 from d9d.internals.grad_sync import GradientSynchronizer
 from d9d.internals.materialize import materialize_module
-from d9d.internals.tied_parameters import StageMemory, TiedGradients, agree_on_ties, tie_parameters
+from d9d.internals.tied_parameters import (
+    StageMemory,
+    TiedGradients,
+    TiedParameters,
+    TiedWeight,
+    agree_on_ties,
+    tie_parameters,
+)
 from d9d.loop.component.gradient_clipper import GradientClipper
 from d9d.loop.component.gradient_manager import GradientManager
 from d9d.loop.component.model_stage import ModelStageFactory
@@ -386,6 +393,21 @@ def test_a_plain_copy_that_nobody_has_used(users: tuple[int, ...]):
             row = torch.arange(NUM_ROWS, dtype=torch.float64)
             assert torch.equal(module.weight.grad, len(users) * row.unsqueeze(1).expand(NUM_ROWS, WIDTH))
         synchronizer.zero_grad()
+
+
+@pytest.mark.parametrize("users", [(), (0,), (1,), (0, 1)])
+def test_copies_on_one_rank_that_nobody_has_used(users: tuple[int, ...]):
+    copies = tuple(nn.Parameter(torch.ones(2, dtype=torch.float64)) for _ in range(2))
+    synchronizer = GradientSynchronizer([list(copies)], 1)
+    ties = TiedParameters((TiedWeight(key="key", copies=copies, has_first=True, group=None),))
+    assert [id(copy) for copy in ties.uncounted()] == [id(copies[1])]
+    synchronizer.bind()
+    for index in users:
+        (copies[index] * torch.tensor([1.0, 2.0])).sum().backward()
+    TiedGradients(ties, synchronizer).sum()
+    for copy in copies:
+        expected = [1.0 * len(users), 2.0 * len(users)] if users else None
+        assert (copy.grad if copy.grad is None else copy.grad.tolist()) == expected
 
 
 @pytest.mark.world_size(2)
