@@ -115,7 +115,7 @@ class _Copy:
     """``pp`` coordinate of the stage's rank."""
     stage: int
     names: tuple[str, ...]
-    """Names of one parameter."""
+    """All names of one parameter."""
     traits: Mapping[str, str]
     """What must be the same for all copies."""
 
@@ -150,9 +150,8 @@ def agree_on_ties(
     for copy in sorted((copy for copies, _ in gathered for copy in copies), key=lambda copy: (copy.key, copy.stage)):
         by_key.setdefault(copy.key, []).append(copy)
     problems = [problem for _, of_rank in gathered for problem in of_rank]
-    if has_pipeline:
-        for key, copies in by_key.items():
-            problems += _problems_of(key, copies)
+    for key, copies in by_key.items():
+        problems += _problems_of(key, copies)
     if problems:
         raise ValueError(f"tied parameters: {' '.join(problems)}")
     ties = [_tie_of(copies, rank, stages) for copies in by_key.values() if len(copies) > 1]
@@ -182,7 +181,9 @@ def _declared_copies(module: nn.Module, stage: int, rank: int, problems: list[st
                 f"stage {stage} gives the key {key!r} to {first} and {', '.join(different)}, which are different "
                 f"parameters. Within a stage assign one nn.Parameter to all of these attributes."
             )
-        copies.append(_Copy(key=key, rank=rank, stage=stage, names=tuple(names), traits=_traits_of(parameters[first])))
+        tied = parameters[first]
+        all_names = tuple(name for name, parameter in parameters.items() if parameter is tied)
+        copies.append(_Copy(key=key, rank=rank, stage=stage, names=all_names, traits=_traits_of(tied)))
     return copies
 
 
@@ -215,8 +216,8 @@ def _problems_of(key: str, copies: Sequence[_Copy]) -> list[str]:
     if not others and further_names:  # the cut has left the tie within a stage
         return []
     if not others:
-        only = f"the key {key!r} is declared by stage {first.stage} ({name}) only."
-        return [f"{only} Declare it in each stage that has a copy of the weight."]
+        only = f"the key {key!r} is declared by stage {first.stage} for {name} only."
+        return [f"{only} Declare it for each parameter that is a copy of the weight, in each stage that has one."]
     problems: list[str] = []
     for trait in first.traits:
         if len({copy.traits[trait] for copy in copies}) > 1:

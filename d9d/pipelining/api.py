@@ -107,7 +107,7 @@ def _layers_per_stage(num_layers: int, num_pre: int, num_post: int, num_stages: 
     if base == 0:
         raise ValueError(
             f"{num_layers} layers with {num_pre} + {num_post} virtual layers cannot fill {num_stages} stages: "
-            f"use at most {num_layers + num_pre + num_post} stages."
+            f"use at most {num_layers + num_pre + num_post} stages (pipeline_parallel x stages per rank of the schedule)."
         )
     shares = [base + 1 if index < num_larger else base for index in range(num_stages)]
     shares[0] -= num_pre

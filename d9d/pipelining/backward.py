@@ -39,6 +39,7 @@ from torch.autograd.graph import (
 )
 
 from d9d.core.autograd import GLOBAL_GRAD_CONTEXT, GradDirection
+from d9d.core.placement import local_tensor
 
 from .weight_gradients import (
     ACCUMULATE_GRAD,
@@ -137,10 +138,9 @@ def stage_backward_input(
         finally:
             for recorder in recorders:
                 work += recorder.take_work()
-    return BackwardInputResult(
-        input_grads=[next(input_grads) if tensor is not None and tensor.requires_grad else None for tensor in inputs],
-        param_groups=WeightGradients(work),
-    )
+    all_input_grads = [next(input_grads) if tensor is not None and tensor.requires_grad else None for tensor in inputs]
+    _separate_memory(work, [*grads, *all_input_grads])
+    return BackwardInputResult(input_grads=all_input_grads, param_groups=WeightGradients(work))
 
 
 def stage_backward_weight(weights: Iterable[torch.Tensor], param_groups: WeightGradients) -> None:
@@ -154,6 +154,31 @@ def stage_backward_weight(weights: Iterable[torch.Tensor], param_groups: WeightG
         RuntimeError: If it was called before with the same `param_groups`, or what they keep was modified in place.
     """
     param_groups.accumulate()
+
+
+def _separate_memory(work: Sequence[WeightWork], elsewhere: Sequence[torch.Tensor | None]) -> None:
+    """Copy gradients of weights that share memory with gradients which the caller passes on.
+
+    A parameter without a gradient takes over what it is given, and the next microbatch adds to that in place. What has
+    another shape than the parameter is reduced to it first, into new memory.
+    """
+    used = {_memory_of(gradient) for gradient in elsewhere if gradient is not None}
+    for piece in work:
+        if isinstance(piece, KnownGradient):
+            piece.grads = tuple(
+                grad.clone() if _memory_of(grad) in used and _has_shape_of(edge, grad) else grad
+                for edge, grad in zip(piece.edges, piece.grads, strict=True)
+            )
+
+
+def _memory_of(tensor: torch.Tensor) -> int:
+    return local_tensor(tensor).untyped_storage().data_ptr()
+
+
+def _has_shape_of(edge: GradientEdge, grad: torch.Tensor) -> bool:
+    # Not documented; checked with torch 2.11, 2.13 and 2.14.
+    metadata: Any = edge.node._input_metadata  # pyright: ignore[reportPrivateUsage]
+    return tuple(metadata[edge.output_nr].shape) == tuple(grad.shape)
 
 
 def _check_inputs(inputs: Sequence[torch.Tensor | None]) -> None:

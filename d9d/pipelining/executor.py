@@ -1,5 +1,6 @@
 """Runs packs of microbatches: by a program over the stages of a pipeline, or one after another on a single stage."""
 
+import contextlib
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +19,14 @@ from d9d.pipelining.actions import (
     ForwardComputeAction,
     flat_actions,
 )
-from d9d.pipelining.api import ActionTiming, BackwardObserver, PipelineLossFn, PipelineResultFn, PipelineSchedule
+from d9d.pipelining.api import (
+    ActionTiming,
+    BackwardObserver,
+    PipelineLossFn,
+    PipelineResultFn,
+    PipelineSchedule,
+    StageBoundary,
+)
 from d9d.pipelining.communications import post_receives_early
 from d9d.pipelining.failure import FailureBoard
 from d9d.pipelining.p2p import BufferPool, Transport, build_transport
@@ -57,88 +65,6 @@ def _produces_weight_gradients(
             return False
 
 
-# `Any`: the executors pass what the job's own types hold from the task to the model and back, and look at none of it.
-class _PackRun:
-    """The `ActionContext` of one pack."""
-
-    def __init__(
-        self,
-        stages: Mapping[int, AnyPipelineStage],
-        transport: Transport,
-        program: _RankProgram,
-        inputs: tuple[Any, ...],
-        shared: tuple[Any, ...],
-        callback: PipelineLossFn[Any] | PipelineResultFn[Any],
-        observer: BackwardObserver | None,
-    ) -> None:
-        self._stages = stages
-        self._transport = transport
-        self._has_backward = program.has_backward
-        self._inputs = inputs
-        self._shared = shared
-        self._callback = callback
-        self._observer = observer
-        self._positions = {index: position for position, index in enumerate(stages)}
-        self._num_weight_passes_left = program.num_weight_passes.copy()
-
-    def forward(self, stage_idx: int, microbatch_idx: int) -> None:
-        """Run a microbatch through a stage, and the callback of the step behind the last one."""
-        self._transport.flush()
-        stage = self._stages[stage_idx]
-        output = stage.forward(microbatch_idx, self._inputs[microbatch_idx], self._shared[microbatch_idx])
-        if not stage.info.is_current_stage_last:
-            return
-        result = self._callback(output, microbatch_idx)
-        if self._has_backward:
-            stage.set_loss(microbatch_idx, _checked_loss(result, microbatch_idx))
-
-    def backward(self, stage_idx: int, microbatch_idx: int) -> None:
-        """Compute all gradients of a microbatch in a stage."""
-        self._run_weight_pass(self._stages[stage_idx].backward, stage_idx, microbatch_idx, is_second_half=False)
-
-    def backward_input(self, stage_idx: int, microbatch_idx: int) -> None:
-        """Compute the gradients of a stage's inputs."""
-        self._transport.flush()
-        if self._observer is not None:
-            self._observer.before_split_backward(self._positions[stage_idx])
-        self._stages[stage_idx].backward_input(microbatch_idx)
-
-    def backward_weight(self, stage_idx: int, microbatch_idx: int) -> None:
-        """Compute the gradients of a stage's weights that are left."""
-        self._run_weight_pass(self._stages[stage_idx].backward_weight, stage_idx, microbatch_idx, is_second_half=True)
-
-    def _run_weight_pass(
-        self, run: Callable[[int], None], stage_idx: int, microbatch_idx: int, *, is_second_half: bool
-    ) -> None:
-        self._transport.flush()
-        if self._observer is None:
-            run(microbatch_idx)
-            return
-        self._num_weight_passes_left[stage_idx] -= 1
-        is_last = self._num_weight_passes_left[stage_idx] == 0
-        position = self._positions[stage_idx]
-        self._observer.before_backward(position, is_last=is_last, is_second_half=is_second_half)
-        run(microbatch_idx)
-        if is_last:
-            self._observer.after_last_backward(position, is_second_half=is_second_half)
-
-    def send_forward(self, stage_idx: int, microbatch_idx: int) -> None:
-        """Start to send the output of a stage."""
-        self._stages[stage_idx].send_forward(microbatch_idx)
-
-    def receive_forward(self, stage_idx: int, microbatch_idx: int) -> None:
-        """Start to receive the input of a stage."""
-        self._stages[stage_idx].receive_forward(microbatch_idx, self._inputs[microbatch_idx])
-
-    def send_backward(self, stage_idx: int, microbatch_idx: int) -> None:
-        """Start to send the gradients of a stage's input."""
-        self._stages[stage_idx].send_backward(microbatch_idx)
-
-    def receive_backward(self, stage_idx: int, microbatch_idx: int) -> None:
-        """Start to receive the gradients of a stage's output."""
-        self._stages[stage_idx].receive_backward(microbatch_idx)
-
-
 class _Stopwatch:
     """Measures the actions of one step, when it is told to."""
 
@@ -158,6 +84,11 @@ class _Stopwatch:
         self._start = time.perf_counter()
         self._last = 0.0
 
+    def skip(self) -> None:
+        """Let the next action begin now."""
+        synchronize(self._device)
+        self._last = time.perf_counter() - self._start
+
     def lap(self, action: ActionBase) -> None:
         """Take down that an action, which began where the one before ended, is done."""
         synchronize(self._device)
@@ -169,6 +100,100 @@ class _Stopwatch:
     def take(self) -> list[ActionTiming]:
         timings, self._timings = self._timings or [], None
         return timings
+
+
+# `Any`: the executors pass what the job's own types hold from the task to the model and back, and look at none of it.
+class _PackRun:
+    """The `ActionContext` of one pack."""
+
+    def __init__(
+        self,
+        stages: Mapping[int, AnyPipelineStage],
+        transport: Transport,
+        program: _RankProgram,
+        inputs: tuple[Any, ...],
+        shared: tuple[Any, ...],
+        callback: PipelineLossFn[Any] | PipelineResultFn[Any],
+        observer: BackwardObserver | None,
+        stopwatch: _Stopwatch,
+    ) -> None:
+        self._stages = stages
+        self._transport = transport
+        self._has_backward = program.has_backward
+        self._inputs = inputs
+        self._shared = shared
+        self._callback = callback
+        self._observer = observer
+        self._positions = {index: position for position, index in enumerate(stages)}
+        self._stopwatch = stopwatch if stopwatch.is_running else None
+        self._num_weight_passes_left = program.num_weight_passes.copy()
+
+    def forward(self, stage_idx: int, microbatch_idx: int) -> None:
+        """Run a microbatch through a stage, and the callback of the step behind the last one."""
+        self._transport.flush()
+        stage = self._stages[stage_idx]
+        if self._stopwatch is not None:
+            stage.wait_for_input(microbatch_idx)
+            self._stopwatch.skip()
+        output = stage.forward(microbatch_idx, self._inputs[microbatch_idx], self._shared[microbatch_idx])
+        if not stage.info.is_current_stage_last:
+            return
+        result = self._callback(output, microbatch_idx)
+        if self._has_backward:
+            stage.set_loss(microbatch_idx, _checked_loss(result, microbatch_idx))
+
+    def backward(self, stage_idx: int, microbatch_idx: int) -> None:
+        """Compute all gradients of a microbatch in a stage."""
+        self._run_weight_pass(self._stages[stage_idx].backward, stage_idx, microbatch_idx, is_second_half=False)
+
+    def backward_input(self, stage_idx: int, microbatch_idx: int) -> None:
+        """Compute the gradients of a stage's inputs."""
+        self._start_backward(stage_idx, microbatch_idx)
+        if self._observer is not None:
+            self._observer.before_split_backward(self._positions[stage_idx])
+        self._stages[stage_idx].backward_input(microbatch_idx)
+
+    def backward_weight(self, stage_idx: int, microbatch_idx: int) -> None:
+        """Compute the gradients of a stage's weights that are left."""
+        self._run_weight_pass(self._stages[stage_idx].backward_weight, stage_idx, microbatch_idx, is_second_half=True)
+
+    def _run_weight_pass(
+        self, run: Callable[[int], None], stage_idx: int, microbatch_idx: int, *, is_second_half: bool
+    ) -> None:
+        self._start_backward(stage_idx, microbatch_idx)
+        if self._observer is None:
+            run(microbatch_idx)
+            return
+        self._num_weight_passes_left[stage_idx] -= 1
+        is_last = self._num_weight_passes_left[stage_idx] == 0
+        position = self._positions[stage_idx]
+        self._observer.before_backward(position, is_last=is_last, is_second_half=is_second_half)
+        run(microbatch_idx)
+        if is_last:
+            self._observer.after_last_backward(position, is_second_half=is_second_half)
+
+    def _start_backward(self, stage_idx: int, microbatch_idx: int) -> None:
+        self._transport.flush()
+        if self._stopwatch is not None:
+            # What a rank waits for is no work of its own.
+            self._stages[stage_idx].wait_for_gradients(microbatch_idx)
+            self._stopwatch.skip()
+
+    def send_forward(self, stage_idx: int, microbatch_idx: int) -> None:
+        """Start to send the output of a stage."""
+        self._stages[stage_idx].send_forward(microbatch_idx)
+
+    def receive_forward(self, stage_idx: int, microbatch_idx: int) -> None:
+        """Start to receive the input of a stage."""
+        self._stages[stage_idx].receive_forward(microbatch_idx, self._inputs[microbatch_idx])
+
+    def send_backward(self, stage_idx: int, microbatch_idx: int) -> None:
+        """Start to send the gradients of a stage's input."""
+        self._stages[stage_idx].send_backward(microbatch_idx)
+
+    def receive_backward(self, stage_idx: int, microbatch_idx: int) -> None:
+        """Start to receive the gradients of a stage's output."""
+        self._stages[stage_idx].receive_backward(microbatch_idx)
 
 
 class PipelineScheduleExecutor(PipelineSchedule[Any, Any, Any]):
@@ -230,11 +255,18 @@ class PipelineScheduleExecutor(PipelineSchedule[Any, Any, Any]):
         if self._has_failed:
             raise RuntimeError("the pipeline has failed in an earlier step and can not go on: start the job anew.")
         _check_pack(len(inputs_microbatches), len(shared_microbatches))
-        program = self._program(len(inputs_microbatches))
+        program = self._program(inputs_microbatches)
         for stage in self._stages.values():
             stage.start_pack(has_backward=program.has_backward)
         run = _PackRun(
-            self._stages, self._transport, program, inputs_microbatches, shared_microbatches, callback, self._observer
+            self._stages,
+            self._transport,
+            program,
+            inputs_microbatches,
+            shared_microbatches,
+            callback,
+            self._observer,
+            self._stopwatch,
         )
         self._run(program, run)
         self._pool.end_step()
@@ -257,10 +289,10 @@ class PipelineScheduleExecutor(PipelineSchedule[Any, Any, Any]):
             self._failures.report_interruption(action, error)
             raise
 
-    def _program(self, num_microbatches: int) -> _RankProgram:
+    def _program(self, inputs: tuple[Any, ...]) -> _RankProgram:
+        num_microbatches = len(inputs)
         if num_microbatches not in self._programs:
-            if not self._programs:
-                self._agree_on_pack(num_microbatches)
+            self._agree_on_pack(inputs)
             programs = self._builder.compose(num_microbatches=num_microbatches, pp_size=self._group.size())
             # The check takes seconds for programs of a million actions. What is wrong with a builder shows in small ones.
             if sum(map(len, programs.values())) <= MAX_VALIDATED_ACTIONS:
@@ -269,16 +301,45 @@ class PipelineScheduleExecutor(PipelineSchedule[Any, Any, Any]):
             self._programs[num_microbatches] = _RankProgram(post_receives_early(own, self._transport.passes_ahead))
         return self._programs[num_microbatches]
 
-    def _agree_on_pack(self, num_microbatches: int) -> None:
-        """Refuse packs of different sizes, on all ranks, while nobody waits for a microbatch that never comes."""
-        counts = [torch.empty(1, dtype=torch.int64, device=self._device) for _ in range(self._group.size())]
-        dist.all_gather(counts, torch.tensor([num_microbatches], device=self._device), group=self._group)
-        by_rank = [int(count) for count in counts]
+    def _agree_on_pack(self, inputs: tuple[Any, ...]) -> None:
+        """Refuse packs that do not fit together, on all ranks, while nobody waits for what never comes.
+
+        Done for each new number of microbatches. In between, ranks are trusted to go on as they have begun.
+        """
+        transfers: _Transfers = {}
+        # What fails here fails again in the step, where it is reported with its action.
+        with contextlib.suppress(Exception):
+            for index, stage in self._stages.items():
+                for boundary, texts in stage.describe_transfers(inputs).items():
+                    transfers[index, boundary] = texts
+        gathered: list[tuple[int, _Transfers]] = [(0, {})] * self._group.size()
+        dist.all_gather_object(gathered, (len(inputs), transfers), group=self._group)
+        by_rank = [num_microbatches for num_microbatches, _ in gathered]
         if len(set(by_rank)) > 1:
             raise ValueError(
                 f"the ranks of a pipeline have packs of different sizes: {by_rank} microbatches by pipeline rank. Each "
                 f"must read the same data: a data provider may look at dp_rank, but not at the global rank."
             )
+        _refuse_different_transfers({key: texts for _, of_rank in gathered for key, texts in of_rank.items()})
+
+
+_Transfers: TypeAlias = dict[tuple[int, StageBoundary], list[str]]
+"""What is exchanged for each microbatch, by stage and boundary."""
+
+
+def _refuse_different_transfers(transfers: _Transfers) -> None:
+    for (stage, boundary), sent in sorted(transfers.items(), key=lambda item: item[0][0]):
+        expected = transfers.get((stage + 1, StageBoundary.incoming), sent)
+        if boundary is StageBoundary.incoming or sent == expected:
+            continue
+        microbatch = next(index for index, pair in enumerate(zip(sent, expected, strict=True)) if pair[0] != pair[1])
+        raise ValueError(
+            f"stage {stage} sends something else than stage {stage + 1} expects for microbatch {microbatch}, by their "
+            f"stage_transfer_spec().\n"
+            f"  stage {stage}, StageBoundary.outgoing: {sent[microbatch]}\n"
+            f"  stage {stage + 1}, StageBoundary.incoming: {expected[microbatch]}\n"
+            f"Both must give the same, and pipeline_input must be the same on all ranks of a pipeline."
+        )
 
 
 class OfflinePipelineExecutor(PipelineSchedule[Any, Any, Any]):
@@ -297,10 +358,12 @@ class OfflinePipelineExecutor(PipelineSchedule[Any, Any, Any]):
         self._model = model
         self._do_backward = do_backward
         self._backward_observer = backward_observer
-        self._stopwatch = _Stopwatch(next((p.device for p in model.parameters()), torch.device("cpu")))
+        self._stopwatch = _Stopwatch(torch.device("cpu"))
 
     def record_next_step(self) -> None:
         """Measure each forward and backward pass of the next step."""
+        # When this was built, the parameters may still have been on the meta device.
+        self._stopwatch = _Stopwatch(next((p.device for p in self._model.parameters()), torch.device("cpu")))
         self._stopwatch.start()
 
     def take_timings(self) -> list[ActionTiming]:

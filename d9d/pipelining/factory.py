@@ -2,13 +2,20 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Annotated, Any, Generic, Literal, Self, TypeAlias
+from typing import Annotated, Any, Generic, Literal, Protocol, Self, TypeAlias, runtime_checkable
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import nn
 
 from d9d.core.dist_context import DistributedContext
-from d9d.pipelining.api import PipelineSchedule, PipelineStageInfo, TPipelineInput, TPipelineOutput, TSharedInput
+from d9d.pipelining.api import (
+    PipelineSchedule,
+    PipelineStageInfo,
+    StageBoundary,
+    TPipelineInput,
+    TPipelineOutput,
+    TSharedInput,
+)
 from d9d.pipelining.executor import OfflinePipelineExecutor, PipelineScheduleExecutor
 from d9d.pipelining.placement import build_stage_to_host_rank_topology, invert_stage_to_host_rank_topology
 from d9d.pipelining.programs import PipelineProgramBuilder
@@ -60,9 +67,12 @@ class PipelineSchedule1F1BConfig(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     schedule: Literal["1f1b"] = "1f1b"
-    num_stages_per_rank: int = Field(ge=1, description="Number of stages that each pipeline rank hosts.")
+    num_stages_per_rank: int = Field(
+        default=1, ge=1, description="Number of stages that each pipeline rank hosts. Default 1: the classic schedule."
+    )
     zero_bubble: bool = Field(
-        description="Split the backward pass into input and weight gradients, so that weight gradients fill bubbles."
+        default=False,
+        description="Split the backward pass into input and weight gradients, so that weight gradients fill bubbles. Default False.",
     )
     lookahead: int | None = Field(
         default=None,
@@ -122,6 +132,11 @@ class PipelineScheduleInfo(Generic[TPipelineInput, TSharedInput, TPipelineOutput
     has_last_stage: bool
 
 
+@runtime_checkable
+class _HasTransferSpec(Protocol):
+    def stage_transfer_spec(self, pipeline_input: object, boundary: StageBoundary) -> object: ...
+
+
 def build_program_builder_from(schedule_config: AnyPipelineScheduleConfig) -> PipelineProgramBuilder:
     """Build what composes the programs of a configured schedule."""
     match schedule_config:
@@ -156,6 +171,9 @@ def build_schedule(
 
     Returns:
         The schedule, and the modules of this rank in stage order.
+
+    Raises:
+        TypeError: A stage cannot say what crosses its boundaries.
     """
     if not dist_context.mesh_params.has_pipeline_parallel:
         module = model_provider(PipelineStageInfo(current_stage=0, num_stages=1))
@@ -169,7 +187,13 @@ def build_schedule(
     stages: list[PipelineStage[Any, Any, Any, Any]] = []
     for index in invert_stage_to_host_rank_topology(hosts)[group.rank()]:
         info = PipelineStageInfo(current_stage=index, num_stages=num_stages)
-        stages.append(PipelineStage(info, model_provider(info), group, hosts))
+        module = model_provider(info)
+        if not isinstance(module, _HasTransferSpec):
+            raise TypeError(
+                f"{type(module).__name__} has no stage_transfer_spec(pipeline_input, boundary): a stage of a pipeline "
+                f"must say what crosses its boundaries. See d9d.pipelining.api.ModuleSupportsPipelining."
+            )
+        stages.append(PipelineStage(info, module, group, hosts))
     executor = PipelineScheduleExecutor(dist_context, stages, builder)
     return _info(executor, [stage.info.current_stage for stage in stages], num_stages), [
         stage.module for stage in stages

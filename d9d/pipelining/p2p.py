@@ -10,6 +10,8 @@ from typing import Protocol, TypeAlias
 import torch
 import torch.distributed as dist
 
+from d9d.core.placement import local_tensor
+
 __all__ = [
     "BatchedTransport",
     "BufferPool",
@@ -19,6 +21,7 @@ __all__ = [
     "Transport",
     "build_transport",
     "close_group",
+    "is_unshared",
 ]
 
 MAX_SENDS_IN_FLIGHT = 8
@@ -70,7 +73,7 @@ class Transport(Protocol):
 
 
 class _Works:
-    """What the backend returns for a transfer."""
+    """What the backend returns for a transfer, waited for once: a second wait on a gloo work never returns."""
 
     __slots__ = ("_works",)
 
@@ -78,8 +81,9 @@ class _Works:
         self._works = works
 
     def wait(self) -> None:
+        works, self._works = self._works, []
         try:
-            for work in self._works:
+            for work in works:
                 work.wait()
         except RuntimeError as error:
             raise PeerLostError(str(error)) from error
@@ -133,12 +137,13 @@ class _QueuedTransfer:
 
     def __init__(self, transport: "BatchedTransport") -> None:
         self._transport = transport
-        self.works: list[dist.Work] | None = None
+        self.works: _Works | None = None
 
     def wait(self) -> None:
         if self.works is None:
             self._transport.flush()
-        _Works(self.works or []).wait()
+        if self.works is not None:
+            self.works.wait()
 
 
 class BatchedTransport:
@@ -179,7 +184,7 @@ class BatchedTransport:
         """Start the queued transfers as one batch."""
         if not self._queued:
             return
-        works = dist.batch_isend_irecv(self._queue) if self._queue else []
+        works = _Works(dist.batch_isend_irecv(self._queue) if self._queue else [])
         for transfer in self._queued:
             transfer.works = works
         self._queue, self._queued = [], []
@@ -205,9 +210,11 @@ def close_group(group: dist.ProcessGroup, device: torch.device) -> None:
         return
     # Gloo's abort reaches nobody (torch 2.13). A wait that runs into its limit closes the connections, which every
     # peer notices at once.
-    peer = (group.rank() + 1) % group.size()
-    with contextlib.suppress(RuntimeError):
-        group.recv([torch.empty(1)], peer, _UNUSED_TAG).wait(timedelta(milliseconds=1))
+    # A wait on a connection that is gone already leaves the others open, so try all.
+    for peer in range(group.size()):
+        if peer != group.rank():
+            with contextlib.suppress(RuntimeError):
+                group.recv([torch.empty(1)], peer, _UNUSED_TAG).wait(timedelta(milliseconds=1))
 
 
 _UNUSED_TAG = 7_919
@@ -235,7 +242,7 @@ class BufferPool:
         for free in (self._given_now[key], self._given_before[key]):
             while free:
                 buffer = free.popleft()
-                if _is_unshared(buffer):
+                if is_unshared(buffer):
                     return buffer
         return torch.empty(shape, dtype=dtype, device=self._device)
 
@@ -252,6 +259,7 @@ class BufferPool:
 _FreeBuffers: TypeAlias = defaultdict[tuple[tuple[int, ...], torch.dtype, bool], deque[torch.Tensor]]
 
 
-def _is_unshared(buffer: torch.Tensor) -> bool:
+def is_unshared(buffer: torch.Tensor) -> bool:
+    """Tell whether no other tensor shares the memory of this one."""
     # One user is the tensor, the other one the Python object made here (checked with torch 2.11, 2.13 and 2.14).
-    return torch._C._storage_Use_Count(buffer.untyped_storage()._cdata) == 2
+    return torch._C._storage_Use_Count(local_tensor(buffer).untyped_storage()._cdata) == 2

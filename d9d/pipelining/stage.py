@@ -21,7 +21,7 @@ from d9d.pipelining.api import (
     TStageTransfer,
 )
 from d9d.pipelining.backward import stage_backward_full, stage_backward_input, stage_backward_weight
-from d9d.pipelining.p2p import BufferPool, Transfer, Transport
+from d9d.pipelining.p2p import BufferPool, Transfer, Transport, is_unshared
 from d9d.pipelining.transfer import BoundaryKind, BoundarySpec, flatten_output
 
 __all__ = ["PipelineStage"]
@@ -50,22 +50,11 @@ class _Agreement:
     transfer: Transfer
     flags: list[bool] | None = None
 
-    def resolve(self, spec: BoundarySpec) -> list[bool]:
-        """Return whether each tensor of the boundary has a gradient; waits for the message the first time.
-
-        Raises:
-            ValueError: If the sender's spec was another one.
-        """
+    def resolve(self) -> list[bool]:
+        """Return whether each tensor of the boundary has a gradient; waits for the message the first time."""
         if self.flags is None:
             self.transfer.wait()
-            digest, *flags = self.message.tolist()
-            if digest != spec.digest():
-                raise ValueError(
-                    f"stage_transfer_spec(pipeline_input, StageBoundary.incoming) says {spec.describe()}, but the stage "
-                    f"before sends something else by its StageBoundary.outgoing. Both must give the same for the same "
-                    f"microbatch, and pipeline_input must be the same on all ranks of a pipeline."
-                )
-            self.flags = [bool(flag) for flag in flags]
+            self.flags = [bool(flag) for flag in self.message.tolist()]
         return self.flags
 
 
@@ -76,7 +65,7 @@ class _Receiving:
     spec: BoundarySpec
     buffers: list[torch.Tensor]
     transfer: Transfer
-    agreement: _Agreement | None
+    agreement: _Agreement
 
 
 @dataclasses.dataclass(slots=True)
@@ -187,6 +176,21 @@ class PipelineStage(Generic[TPipelineInput, TStageTransfer, TSharedInput, TPipel
         self._next = stages.get(self._info.current_stage + 1)
         self._transport, self._pool, self._device = transport, pool, device
 
+    def describe_transfers(self, pipeline_inputs: Sequence[TPipelineInput]) -> dict[StageBoundary, list[str]]:
+        """Write what the boundaries to other ranks exchange for each microbatch of a pack.
+
+        Both sides of a boundary must write the same.
+        """
+        is_remote = {
+            StageBoundary.incoming: not self._is_first and self._previous is None,
+            StageBoundary.outgoing: not self._is_last and self._next is None,
+        }
+        return {
+            boundary: [self._spec(each, boundary).describe() for each in pipeline_inputs]
+            for boundary, remote in is_remote.items()
+            if remote
+        }
+
     def start_pack(self, *, has_backward: bool) -> None:
         """Forget what an interrupted pack has left behind."""
         self._has_backward = has_backward
@@ -227,14 +231,14 @@ class PipelineStage(Generic[TPipelineInput, TStageTransfer, TSharedInput, TPipel
         tensors = spec.sendable_leaves(leaves, treespec)
         # Detached: a send that is under way must not keep the graph.
         to_send = [tensor.detach().contiguous() for tensor in tensors]
+        flags = [self._has_backward and tensor.requires_grad for tensor in tensors]
+        agreed = self._agreed_outgoing.get(spec.kind)
+        if agreed is None:
+            agreed = self._agreed_outgoing[spec.kind] = flags
+            to_send.insert(0, torch.tensor(flags, dtype=torch.uint8, device=self._device))
+        elif flags != agreed:
+            _refuse_new_gradients(flags, agreed, spec)
         if self._has_backward:
-            flags = [tensor.requires_grad for tensor in tensors]
-            agreed = self._agreed_outgoing.get(spec.kind)
-            if agreed is None:
-                agreed = self._agreed_outgoing[spec.kind] = flags
-                to_send.insert(0, torch.tensor([spec.digest(), *flags], dtype=torch.int64, device=self._device))
-            elif flags != agreed:
-                _refuse_new_gradients(flags, agreed, spec)
             self._add_roots(current, tensors, agreed)
         self._outbox[microbatch] = to_send
 
@@ -264,28 +268,31 @@ class PipelineStage(Generic[TPipelineInput, TStageTransfer, TSharedInput, TPipel
         """Start to receive the input of a microbatch from the rank of the stage before."""
         spec = self._spec(pipeline_input, StageBoundary.incoming)
         tensors = spec.tensors
-        agreement: _Agreement | None = None
-        if self._has_backward:
-            agreement = self._agreed_incoming.get(spec.kind)
-            if agreement is None:
-                message = torch.empty(1 + len(tensors), dtype=torch.int64, device=self._device)
-                agreement = _Agreement(message, self._transport.receive([message], self._previous_host))
-                self._agreed_incoming[spec.kind] = agreement
+        agreement = self._agreed_incoming.get(spec.kind)
+        if agreement is None:
+            message = torch.empty(len(tensors), dtype=torch.uint8, device=self._device)
+            agreement = _Agreement(message, self._transport.receive([message], self._previous_host))
+            self._agreed_incoming[spec.kind] = agreement
         buffers = [self._pool.take(tensor.shape, tensor.dtype) for tensor in tensors]
         self._inbox[microbatch] = _Receiving(
             spec, buffers, self._transport.receive(buffers, self._previous_host), agreement
         )
 
+    def wait_for_input(self, microbatch: int) -> None:
+        """Wait here for the input of a microbatch, rather than in `forward`."""
+        if not self._is_first:
+            self._inbox[microbatch] = self._take_input(microbatch)
+
     def _take_input(self, microbatch: int) -> _Input:
         given = self._inbox.pop(microbatch)
         if isinstance(given, _Input):
             return given
-        flags = [] if given.agreement is None else given.agreement.resolve(given.spec)
+        flags = given.agreement.resolve()
         given.transfer.wait()
         # Aliases: see BufferPool.
         tensors = [buffer.detach() for buffer in given.buffers]
         differentiable = [
-            tensor.requires_grad_() for tensor, has_gradient in zip(tensors, flags, strict=False) if has_gradient
+            tensor.requires_grad_() for tensor, has_gradient in zip(tensors, flags, strict=True) if has_gradient
         ]
         return _Input(given.spec.unflatten(tensors), differentiable, given.buffers)
 
@@ -333,6 +340,12 @@ class PipelineStage(Generic[TPipelineInput, TStageTransfer, TSharedInput, TPipel
         self._pool.give_back(current.buffers)
         self._pool.give_back(buffers)
 
+    def wait_for_gradients(self, microbatch: int) -> None:
+        """Wait here for the gradients of a microbatch's output, rather than in `backward` or `backward_input`."""
+        received = self._gradient_inbox.get(microbatch)
+        if isinstance(received, _ReceivingGradients):
+            received.transfer.wait()
+
     def _take_gradients(
         self, microbatch: int, current: _Pass
     ) -> tuple[list[torch.Tensor | GradientEdge], list[torch.Tensor | None], list[torch.Tensor]]:
@@ -349,14 +362,23 @@ class PipelineStage(Generic[TPipelineInput, TStageTransfer, TSharedInput, TPipel
                 gradients = [buffer.detach() for buffer in buffers]
             else:
                 gradients = received
-        pairs = [pair for pair in zip(current.roots, gradients, strict=True) if pair[0] is not None]
-        return [root for root, _ in pairs if root is not None], [gradient for _, gradient in pairs], buffers
+        # A backward pass would take no gradient for 1 at a root of one element, which is right for a loss alone.
+        pairs = [
+            (root, gradient)
+            for root, gradient in zip(current.roots, gradients, strict=True)
+            if root is not None and (self._is_last or gradient is not None)
+        ]
+        return [root for root, _ in pairs], [gradient for _, gradient in pairs], buffers
 
     def _keep_input_gradients(self, microbatch: int, current: _Pass, gradients: Sequence[torch.Tensor | None]) -> None:
         if self._is_first:
             return
+        # Autograd may give a parameter a view of the same memory as its gradient, and the next microbatch adds to that.
+        gradients = [
+            gradient if gradient is None or is_unshared(gradient) else gradient.clone() for gradient in gradients
+        ]
         if self._previous is not None:
-            self._previous.accept_gradients(microbatch, list(gradients))
+            self._previous.accept_gradients(microbatch, gradients)
             return
         # An input that the output does not depend on has no gradient, but the stage before waits for one.
         self._gradient_outbox[microbatch] = [

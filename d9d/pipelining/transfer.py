@@ -1,6 +1,5 @@
 """What crosses the boundary between two stages: a tree of tensors, as the leaves that are sent."""
 
-import zlib
 from typing import Any, TypeAlias
 
 import torch
@@ -49,10 +48,6 @@ class BoundarySpec:
         received = iter(tensors)
         leaves = [next(received) if type(leaf) is TensorSpec else leaf for leaf in self.leaves]
         return tree_unflatten(self._treespec, leaves)
-
-    def digest(self) -> int:
-        """Return a number that is the same on all ranks for the same spec, shapes included."""
-        return zlib.crc32(self.describe().encode())
 
     def describe(self) -> str:
         """Write the spec for an error message, one leaf with its path after the other."""

@@ -58,7 +58,8 @@ def format_grid(timeline: Timeline, width: int, unit: str = "") -> str:
 
     An action stands where it starts: kind and microbatch, after the stage if ranks host several. ``-`` fills the time
     that it takes beyond one column, ``.`` is a column in which the rank waits. A column is a time that all starts and
-    ends are multiples of; where there is none, as in measured timelines, it is about the shortest action.
+    ends are multiples of; where there is none, as in measured timelines, it is about the shortest action, or a small
+    part of the whole if that is longer.
 
     Args:
         timeline: What to write.
@@ -89,6 +90,9 @@ def format_grid(timeline: Timeline, width: int, unit: str = "") -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
+_MEASURED_COLUMNS = 60
+
+
 def _slot(timeline: Timeline) -> float:
     shortest = typical_duration(timeline)
     times = {time for events in timeline.events.values() for _, start, end in events for time in (start, end)}
@@ -96,7 +100,8 @@ def _slot(timeline: Timeline) -> float:
         slot = shortest / divisor
         if all(abs(time / slot - round(time / slot)) < 1e-6 for time in times):
             return _greatest_slot(slot, times)
-    return shortest
+    # Measured: actions that take next to nothing must not stretch the others over many lines.
+    return max(shortest, timeline.makespan / _MEASURED_COLUMNS)
 
 
 def _greatest_slot(slot: float, times: Iterable[float]) -> float:

@@ -56,7 +56,7 @@ class PipelineTimelineRecorder:
             config.path.parent.mkdir(parents=True, exist_ok=True)
             write_measured_timeline(events, measurements)
             write_timeline(
-                read_measured_timeline(measurements), config.path, title=f"Step {config.step}, measured", unit=" s"
+                read_measured_timeline(measurements), config.path, title=f"Step {config.step}, measured", unit="s"
             )
             self._dist_context.logger.info("wrote the timeline of step %d to %s", config.step, config.path)
 

@@ -442,7 +442,14 @@ def test_copies_that_come_to_differ_are_refused(change: str):
 # What is refused at build
 
 
-class Declaring(nn.Module):
+class Sendless(nn.Module):
+    """A stage that is built and never run."""
+
+    def stage_transfer_spec(self, pipeline_input: object, boundary: StageBoundary) -> TensorSpec:
+        raise NotImplementedError
+
+
+class Declaring(Sendless):
     """A stage with given parameters, which it ties as told."""
 
     def __init__(self, parameters: dict[str, nn.Parameter], ties: dict[str, str]) -> None:
@@ -519,7 +526,7 @@ def test_all_problems_come_in_one_error_on_all_ranks():
     message = refusal("gpipe", build)
     assert "tied_parameters() of stage 0 names 'c' for the key 'unknown', which is no parameter of it." in message
     assert "stage 1 gives the key 'two' to a and b, which are different parameters." in message
-    assert "the key 'alone' is declared by stage 0 (a) only. Declare it in each stage" in message
+    assert "the key 'alone' is declared by stage 0 for a only. Declare it for each parameter" in message
 
 
 @pytest.mark.world_size(2)
@@ -528,7 +535,7 @@ def test_an_undeclared_tie_on_one_rank_is_refused(shares: str):
     tables: dict[int, nn.Module] = {}
 
     def build(stage: int) -> nn.Module:
-        module = nn.Module()
+        module = Sendless()
         module.table = Table(stage)
         if 0 in tables:
             if shares == "module":
@@ -553,7 +560,7 @@ def test_an_undeclared_tie_is_found_before_it_is_distributed_twice(degree: str):
     tables: dict[int, nn.Module] = {}
 
     def build(stage: int) -> nn.Module:
-        module = nn.Module()
+        module = Sendless()
         module.table = tables.setdefault(0, Table(0)) if stage in (0, 3) else Table(stage)
         return module
 
@@ -590,4 +597,8 @@ def test_one_stage_is_checked_for_names_and_objects():
     message = refusal("gpipe", lambda _: Declaring({"a": first, "b": second}, {"a": "k", "b": "k", "c": "k"}), context)
     assert "tied_parameters() of stage 0 names 'c' for the key 'k'" in message
     assert "stage 0 gives the key 'k' to a and b, which are different parameters." in message
-    assert agree_on_ties([Declaring({"a": first}, {"a": "only"})], [0], context, StageMemory()) == []
+    # One process that has all stages must have both ends of a tie.
+    with pytest.raises(ValueError, match="the key 'only' is declared by stage 0 for a only"):
+        agree_on_ties([Declaring({"a": first}, {"a": "only"})], [0], context, StageMemory())
+    tied = Declaring({"a": first, "b": first}, {"a": "both"})
+    assert agree_on_ties([tied], [0], context, StageMemory()) == []

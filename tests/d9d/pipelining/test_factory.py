@@ -11,7 +11,7 @@ from torch import nn
 
 from d9d.core.dist_context import DeviceMeshParameters
 from d9d.pipelining.actions import ActionBase
-from d9d.pipelining.api import PipelineStageInfo
+from d9d.pipelining.api import PipelineStageInfo, StageBoundary, TensorSpec
 from d9d.pipelining.factory import AnyPipelineScheduleConfig, build_program_builder_from, build_schedule
 
 CONFIG = TypeAdapter(AnyPipelineScheduleConfig)
@@ -33,6 +33,16 @@ class Identity(nn.Module):
 
     def forward(self, inputs: torch.Tensor, shared: None) -> torch.Tensor:
         return inputs * self.weight
+
+    def stage_transfer_spec(self, pipeline_input: torch.Tensor, boundary: StageBoundary) -> TensorSpec:
+        return TensorSpec(tuple(pipeline_input.shape), pipeline_input.dtype)
+
+
+@pytest.mark.world_size(2)
+def test_a_stage_that_cannot_be_cut_is_refused():
+    context = DeviceMeshParameters(pipeline_parallel=2).build()
+    with pytest.raises(TypeError, match=r"Linear has no stage_transfer_spec\(pipeline_input, boundary\)"):
+        build_schedule(context, CONFIG.validate_python({"schedule": "gpipe"}), lambda stage: nn.Linear(1, 1))
 
 
 @pytest.mark.parametrize("values", ALL_SCHEDULES, ids=lambda values: values["schedule"])
@@ -58,7 +68,7 @@ def test_one_rank_hosts_the_whole_model(values: dict[str, Any]):
     [
         {"schedule": "looped_bfs", "num_stages_per_rank": 0},
         {"schedule": "1f1b", "num_stages_per_rank": -1, "zero_bubble": False},
-        {"schedule": "1f1b", "num_stages_per_rank": 1},
+        {"schedule": "looped_bfs"},
         {"schedule": "gpipe", "num_stages_per_rank": 1},
         {"schedule": "round_robin"},
         {"schedule": "1f1b", "num_stages_per_rank": 1, "zero_bubble": False, "lookahead": -1},
@@ -95,7 +105,7 @@ def test_a_rank_builds_its_own_stages_only_and_in_order(values: dict[str, Any], 
 
     def provide(stage: PipelineStageInfo) -> nn.Module:
         built.append(stage)
-        modules_by_stage[stage.current_stage] = nn.Identity()
+        modules_by_stage[stage.current_stage] = Identity()
         return modules_by_stage[stage.current_stage]
 
     context = DeviceMeshParameters(pipeline_parallel=2).build()
