@@ -41,9 +41,9 @@ from d9d.loop.event.catalogue.inference import (
     EVENT_INFERENCE_DATA_STREAM_READY,
     EVENT_INFERENCE_MODEL_STAGES_READY,
 )
-from d9d.loop.run.inference import CheckpointedInference, Inference, InferenceJobState, StepSync
+from d9d.loop.run.inference import Inference, InferenceJobState, StepSync
 from d9d.loop.run.job_start import start_job
-from d9d.loop.run.job_state import RandomState
+from d9d.loop.run.job_state import CheckpointedState, RandomState
 from d9d.pipelining.factory import PipelineScheduleInferenceConfig, PipelineScheduleInfo
 
 # `Any` below: the types of batches, inputs and outputs are known to the job alone; the loop passes them on.
@@ -140,9 +140,10 @@ class InferenceConfigurator:
             gc=gc,
             timeouts=timeouts,
             checkpointer=StateCheckpointer(context, schedule, config.checkpointing, gc, run_name=None),
-            checkpointed=CheckpointedInference(
+            checkpointed=CheckpointedState(
                 dist_context=context,
                 parts={"schedule": schedule, "microbatch_pack_stream": packs, "task": task},
-                random=RandomState(context.current_device),
+                parts_of_rank={"random": RandomState(context.current_device)},
+                saved_elsewhere=() if pipeline.has_last_stage else ("task",),
             ),
         )

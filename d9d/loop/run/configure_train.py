@@ -192,7 +192,12 @@ class TrainingConfigurator:
             gc=gc,
             timeouts=timeouts,
             checkpointer=StateCheckpointer(context, schedule, config.checkpointing, gc, config.run.name),
-            checkpointed=CheckpointedState(dist_context=context, parts=parts, parts_of_rank=parts_of_rank),
+            checkpointed=CheckpointedState(
+                dist_context=context,
+                parts=parts,
+                parts_of_rank=parts_of_rank,
+                saved_elsewhere=() if pipeline.has_last_stage else ("task",),
+            ),
         )
 
 

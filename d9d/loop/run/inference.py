@@ -1,14 +1,13 @@
-"""The inference loop: the order of the calls of a step, and what of the job a checkpoint holds."""
+"""The inference loop: the order of the calls of a step, and nothing else."""
 
 import contextlib
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.stateful import Stateful
 
 from d9d.core.dist_context import DistributedContext
 from d9d.core.fsdp_internals import fsdp_units
@@ -23,7 +22,6 @@ from d9d.loop.component import (
     StateCheckpointer,
     TimeoutManager,
 )
-from d9d.loop.component.checkpointer import SavedTensors
 from d9d.loop.component.progress import TrainingProgress
 from d9d.loop.control import FinalizeContext, InferenceTask
 from d9d.loop.event import EventBus
@@ -37,10 +35,7 @@ from d9d.loop.event.catalogue.inference import (
     EVENT_INFERENCE_STEP_PRE,
     EventInferenceReadyContext,
 )
-from d9d.loop.run.job_state import RandomState
-
-_ONLY_IN_TRAINING = ("tracked_modules.", "optimizer.")
-"""Beginnings of keys that tell the checkpoint of a training job."""
+from d9d.loop.run.job_state import CheckpointedState
 
 # `Any` below: the types of batches, inputs and outputs are known to the job alone; the loop passes them on.
 
@@ -61,7 +56,7 @@ class InferenceJobState:
     gc: ManualGarbageCollector
     timeouts: TimeoutManager
     checkpointer: StateCheckpointer
-    checkpointed: "CheckpointedInference"
+    checkpointed: CheckpointedState
 
 
 class Inference:
@@ -179,51 +174,3 @@ class StepSync:
                 f"for each microbatch, so they would wait for ever. Give every rank as many, for example by padding, or "
                 f"replicate the model."
             )
-
-
-@dataclasses.dataclass(kw_only=True, slots=True)
-class CheckpointedInference(Stateful):
-    """The parts of an inference job whose state a checkpoint holds, by their key in it. Weights are not among them.
-
-    Random generators differ from rank to rank, for tasks that draw samples: see [Note: state of a rank].
-    """
-
-    dist_context: DistributedContext
-    parts: Mapping[str, Stateful]
-    """State that belongs to the job."""
-    random: RandomState
-    """State that belongs to this rank."""
-    has_random: bool = True
-    """Whether the checkpoint to load was saved by as many ranks."""
-
-    def prepare_to_load(self, saved: SavedTensors) -> None:
-        """Leave the generators as they are if another number of ranks has saved theirs.
-
-        Raises:
-            ValueError: If a training job has saved it, whose steps are other ones.
-        """
-        if any(name.startswith(_ONLY_IN_TRAINING) for name in saved):
-            raise ValueError(
-                "checkpointing.save_dir holds checkpoints of a training job. Name a folder of its own for inference."
-            )
-        self.has_random = any(name.startswith(f"{self._ranks_key}.") for name in saved)
-
-    @property
-    def _ranks_key(self) -> str:
-        return f"of_{self.dist_context.world_size}_ranks"
-
-    # Any: state dicts hold what their owners choose.
-    def state_dict(self) -> dict[str, Any]:
-        """Return references to the state of all parts."""
-        state: dict[str, Any] = {name: part.state_dict() for name, part in self.parts.items()}
-        if self.has_random:
-            state[self._ranks_key] = {str(self.dist_context.rank): {"random": self.random.state_dict()}}
-        return state
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore all parts."""
-        for name, part in self.parts.items():
-            part.load_state_dict(state_dict[name])
-        if self.has_random:
-            self.random.load_state_dict(state_dict[self._ranks_key][str(self.dist_context.rank)]["random"])
-        self.has_random = True

@@ -1,7 +1,7 @@
-"""Everything of a training job that a checkpoint holds."""
+"""Everything of a job that a checkpoint holds."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
 import torch
@@ -15,6 +15,9 @@ from d9d.core.placement import local_tensor
 from d9d.loop.component.checkpointer import SavedTensors, room_for
 from d9d.pipelining.training import PipelinedOptimizer
 
+_ONLY_IN_TRAINING = ("tracked_modules.", "optimizer.")
+"""Beginnings of keys that tell the checkpoint of a training job."""
+
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class CheckpointedState(Stateful):
@@ -23,25 +26,42 @@ class CheckpointedState(Stateful):
     [Note: state of a rank]
     Random generators and partial sums of metrics differ from rank to rank. They are saved under the number of ranks and
     the rank, and restored where a job resumes on as many ranks; elsewhere both start anew.
+
+    [Note: state of the last stage]
+    In a pipeline a task sees losses and outputs on the ranks with the last stage only. What it counts there is saved
+    from there, and restored on all ranks.
     """
 
     dist_context: DistributedContext
     parts: Mapping[str, Stateful]
-    """State that belongs to the job. Includes ``optimizer``, a `PipelinedOptimizer`."""
+    """State that belongs to the job. In training it includes ``optimizer``, a `PipelinedOptimizer`."""
     parts_of_rank: Mapping[str, Stateful]
     """State that belongs to this rank."""
+    saved_elsewhere: Container[str] = ()
+    """Keys of the parts that other ranks save. See [Note: state of the last stage]."""
     has_state_of_rank: bool = True
     """Whether the checkpoint to load was saved by as many ranks."""
+    is_loading: bool = False
+    """Whether `state_dict` is asked for what is to be loaded."""
 
     def prepare_to_load(self, saved: SavedTensors) -> None:
-        """Make room for the state of optimizers, which have none before their first step."""
-        optimizer = self.parts["optimizer"]
-        assert isinstance(optimizer, PipelinedOptimizer)  # the configurator puts it there
-        for key, of_stage in optimizer.by_stage.items():
-            assert isinstance(of_stage, Optimizer)  # so says the optimizer provider
-            prefix = f"optimizer.{key}.state."
-            entries = {name.removeprefix(prefix): value for name, value in saved.items() if name.startswith(prefix)}
-            _make_room(of_stage, entries)
+        """Make room for the state of optimizers, which have none before their first step.
+
+        Raises:
+            ValueError: If an inference job finds the checkpoint of a training job, whose steps are other ones.
+        """
+        optimizer = self.parts.get("optimizer")
+        if optimizer is None and any(name.startswith(_ONLY_IN_TRAINING) for name in saved):
+            raise ValueError(
+                "checkpointing.save_dir holds checkpoints of a training job. Name a folder of its own for inference."
+            )
+        if isinstance(optimizer, PipelinedOptimizer):
+            for key, of_stage in optimizer.by_stage.items():
+                assert isinstance(of_stage, Optimizer)  # so says the optimizer provider
+                prefix = f"optimizer.{key}.state."
+                entries = {name.removeprefix(prefix): value for name, value in saved.items() if name.startswith(prefix)}
+                _make_room(of_stage, entries)
+        self.is_loading = True
         self.has_state_of_rank = any(name.startswith(f"{self._ranks_key}.") for name in saved)
 
     @property
@@ -51,7 +71,11 @@ class CheckpointedState(Stateful):
     # Any: state dicts hold what their owners choose.
     def state_dict(self) -> dict[str, Any]:
         """Return references to the state of all parts."""
-        state: dict[str, Any] = {name: part.state_dict() for name, part in self.parts.items()}
+        state: dict[str, Any] = {
+            name: part.state_dict()
+            for name, part in self.parts.items()
+            if self.is_loading or name not in self.saved_elsewhere
+        }
         if self.has_state_of_rank:
             of_rank = {name: part.state_dict() for name, part in self.parts_of_rank.items()}
             state[self._ranks_key] = {str(self.dist_context.rank): of_rank}
@@ -65,7 +89,7 @@ class CheckpointedState(Stateful):
             of_rank = state_dict[self._ranks_key][str(self.dist_context.rank)]
             for name, part in self.parts_of_rank.items():
                 part.load_state_dict(of_rank[name])
-        self.has_state_of_rank = True
+        self.has_state_of_rank, self.is_loading = True, False
 
 
 class RandomState(Stateful):

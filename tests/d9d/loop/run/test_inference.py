@@ -18,6 +18,7 @@ from d9d.loop.control import (
     DataProvider,
     FinalizeContext,
     InferenceTask,
+    ModelProvider,
     ProcessOutputsContext,
     RegisterTaskEventsContext,
 )
@@ -25,6 +26,7 @@ from d9d.loop.event import Event
 from d9d.loop.event.catalogue import inference as catalogue
 from d9d.loop.event.catalogue.common import EventModelStagesReadyContext, EventStepContext
 from d9d.loop.run import Inference, InferenceConfigurator
+from tests.d9d.loop.run.pipelined_job import PipelinedProvider, build_whole_model
 from tests.d9d.loop.run.regression_job import (
     BASE_SEED,
     GLOBAL_BATCH_SIZE,
@@ -118,6 +120,7 @@ def build(
     overrides: dict[str, Any] | None = None,
     data_provider: DataProvider | None = None,
     microbatch_size: int = 2,
+    model_provider: ModelProvider[Any] | None = None,
 ) -> Job:
     config = InferenceConfig.model_validate(
         {
@@ -136,7 +139,7 @@ def build(
         parameters=config,
         task_provider=lambda context: task,
         # Dropout that stayed on would be seen in every output.
-        model_provider=Provider(torch.float64, dropout=0.5),
+        model_provider=model_provider or Provider(torch.float64, dropout=0.5),
         data_provider=data_provider or AutoDataProvider(lambda context: samples(), collate, data),
     ).configure()
     return Job(inference, task)
@@ -377,3 +380,33 @@ def test_replicas_keep_the_long_limit_as_they_drift_apart(tmp_path):
         job.inference.infer()
         limits_s.append(job.inference._state.timeouts._current_s)
     assert limits_s == [300, 60]
+
+
+# Pipelines
+
+
+@pytest.mark.world_size(4)
+def test_a_pipeline_gives_the_outputs_of_a_plain_forward_pass(tmp_path):
+    mesh = DeviceMeshParameters(pipeline_parallel=2, data_parallel_replicate=2)
+    job = build(mesh, tmp_path, model_provider=PipelinedProvider(torch.float64))
+    job.inference.infer()
+    expected = build_whole_model(torch.float64)(samples().x, None).squeeze(1).tolist()
+    has_outputs = mesh.build().pipeline_group.rank() == 1
+    assert bool(job.task.outputs) == has_outputs
+    outputs = of_all_ranks(job.task.outputs)
+    assert sorted(outputs) == list(range(NUM_SAMPLES))
+    assert [outputs[index] for index in range(NUM_SAMPLES)] == pytest.approx(expected, rel=0, abs=FP64_EXACT)
+
+
+@pytest.mark.world_size(2)
+def test_a_resumed_pipeline_knows_what_the_task_has_counted_on_the_last_stage(tmp_path):
+    overrides = {"checkpointing": {"save_dir": str(tmp_path / "saved"), "period_steps": 2}}
+    mesh = DeviceMeshParameters(pipeline_parallel=2)
+    first = build(mesh, tmp_path, overrides=overrides, model_provider=PipelinedProvider(torch.float64))
+    first.task.fails_at_step = 4
+    with pytest.raises(CutShortError):
+        first.inference.infer()
+    second = build(mesh, tmp_path, overrides=overrides, model_provider=PipelinedProvider(torch.float64))
+    second.inference.infer()
+    # 8 microbatches a step: 2 steps of the first job, which all ranks are told of, and 3 of the second on the last stage.
+    assert second.task.num_microbatches == 16 + 24 * (dist.get_rank() == 1)

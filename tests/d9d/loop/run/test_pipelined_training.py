@@ -45,11 +45,12 @@ def build_pipelined_job(
     overrides: dict[str, Any] | None = None,
     **options: Any,
 ) -> Job:
+    pipelining = {"schedule": SCHEDULES[schedule], **(overrides or {}).get("pipelining", {})}
     return build_job(
         mesh,
         folder,
         model_provider=provider or PipelinedProvider(torch.float64),
-        overrides={"pipelining": {"schedule": SCHEDULES[schedule]}, **(overrides or {})},
+        overrides={**(overrides or {}), "pipelining": pipelining},
         **{"total_steps": NUM_STEPS, **options},
     )
 
@@ -177,6 +178,42 @@ def test_a_step_is_measured_and_drawn(tmp_path, name):
         timeline = read_measured_timeline(picture.with_suffix(".json"))
         assert sorted(timeline.events) == [0, 1]
         assert timeline.makespan > 0
+
+
+@pytest.mark.world_size(1)
+def test_a_step_of_one_process_is_measured_too(tmp_path):
+    overrides = {"pipelining": {"timeline": {"path": str(tmp_path / "step.html"), "step": 2}}}
+    build_pipelined_job(DeviceMeshParameters(), tmp_path, "gpipe", overrides=overrides).trainer.train()
+    (events,) = read_measured_timeline(tmp_path / "step.json").events.values()
+    # 8 microbatches.
+    assert [str(event.action) for event in events] == [f"0{kind}{index}" for index in range(8) for kind in "FB"]
+
+
+class CountingTask(Task):
+    """Keeps a number that only the rank of the last stage can know."""
+
+    num_losses = 0
+
+    def compute_loss(self, ctx):
+        self.num_losses += 1
+        return super().compute_loss(ctx)
+
+    def state_dict(self):
+        return {"num_losses": self.num_losses}
+
+    def load_state_dict(self, state_dict):
+        self.num_losses = state_dict["num_losses"]
+
+
+@pytest.mark.world_size(2)
+def test_a_resumed_task_knows_what_it_has_counted_on_the_last_stage(tmp_path):
+    mesh = DeviceMeshParameters(pipeline_parallel=2)
+    saving = {"checkpointing": {"save_dir": str(tmp_path / "saved"), "period_steps": NUM_STEPS}}
+    build_pipelined_job(mesh, tmp_path, "1f1b", overrides=saving, task_class=CountingTask).trainer.train()
+    resumed = build_pipelined_job(mesh, tmp_path, "1f1b", overrides=saving, task_class=CountingTask)
+    resumed.trainer.train()
+    assert isinstance(resumed.task, CountingTask)
+    assert resumed.task.num_losses == 8 * NUM_STEPS
 
 
 class FailingTask(Task):
