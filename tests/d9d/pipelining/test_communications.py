@@ -1,12 +1,17 @@
 """Where sends and receives go."""
 
-import time
+from collections.abc import Sequence
 
 import pytest
 
-from d9d.pipelining.actions import format_program, parse_program
-from d9d.pipelining.communications import add_communication_ops
-from d9d.pipelining.programs import Interleaved1F1BPipelineProgramBuilder
+from d9d.pipelining.actions import ActionBase, format_program, parse_program
+from d9d.pipelining.communications import add_communication_ops, post_receives_early
+from d9d.pipelining.programs import (
+    Interleaved1F1BPipelineProgramBuilder,
+    LoopedBFSPipelineProgramBuilder,
+    PipelineProgramBuilder,
+)
+from d9d.pipelining.programs_v import DualPipeVPipelineProgramBuilder
 
 SEED_PROGRAM = """\
 rank 0: 0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0F2 0SEND_F2 0B0 0RECV_B1 0F3 0SEND_F3 0B1 0RECV_B2 0B2 0RECV_B3 0B3
@@ -69,9 +74,52 @@ def test_placement_names_all_stages():
         add_communication_ops(parse_program("0F0\n1F0"), {0: 0}, num_stages=2)
 
 
-@pytest.mark.slow
-def test_a_large_program_takes_seconds():
-    # About 3 s of one core, with as much again for a busy machine; a quadratic pass would take minutes.
-    begin = time.process_time()
-    Interleaved1F1BPipelineProgramBuilder(2).compose(num_microbatches=1024, pp_size=64)
-    assert time.process_time() - begin < 10
+# Receives posted early
+
+
+def early(line: str, num_passes: int) -> str:
+    return " ".join(map(str, post_receives_early(parse_program(line)[0], num_passes)))
+
+
+def test_receives_overtake_as_many_passes_as_they_may():
+    line = "1RECV_F0 1F0 1RECV_F1 1F1 1RECV_F2 1F2 1B0 1SEND_B0 1B1 1SEND_B1 1B2 1SEND_B2"
+    assert early(line, 0) == line
+    ahead = "1RECV_F0 1RECV_F1 1F0 1RECV_F2 1F1 1F2 1B0 1SEND_B0 1B1 1SEND_B1 1B2 1SEND_B2"
+    assert early(line, 1) == ahead
+    ahead = "1RECV_F0 1RECV_F1 1RECV_F2 1F0 1F1 1F2 1B0 1SEND_B0 1B1 1SEND_B1 1B2 1SEND_B2"
+    assert early(line, 8) == ahead
+
+
+def test_no_more_inputs_are_held_than_before():
+    # Two at most, until a backward pass is done with one.
+    line = "1RECV_F0 1F0 1RECV_F1 1F1 1B0 1SEND_B0 1RECV_F2 1F2 1B1 1SEND_B1 1B2 1SEND_B2"
+    ahead = "1RECV_F0 1RECV_F1 1F0 1F1 1B0 1RECV_F2 1SEND_B0 1F2 1B1 1SEND_B1 1B2 1SEND_B2"
+    assert early(line, 8) == ahead
+
+
+def test_gradients_are_asked_for_when_their_shape_is_known_and_in_their_order():
+    line = "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1"
+    assert early(line, 8) == "0F0 0RECV_B0 0SEND_F0 0F1 0RECV_B1 0SEND_F1 0B0 0B1"
+    # Microbatch 1 runs first on this rank, and its gradients are sent last.
+    line = "0F1 0SEND_F1 0F0 0SEND_F0 0RECV_B0 0B0 0RECV_B1 0B1"
+    assert early(line, 8) == "0F1 0SEND_F1 0F0 0RECV_B0 0RECV_B1 0SEND_F0 0B0 0B1"
+
+
+@pytest.mark.parametrize(
+    "builder",
+    [
+        LoopedBFSPipelineProgramBuilder(2),
+        Interleaved1F1BPipelineProgramBuilder(2, enable_zero_bubble=True),
+        DualPipeVPipelineProgramBuilder(),
+    ],
+)
+def test_nothing_but_receives_is_moved_and_they_keep_their_order(builder: PipelineProgramBuilder):
+    for actions in builder.compose(num_microbatches=9, pp_size=4).values():
+        for num_passes in (1, 4, 100):
+            moved = post_receives_early(actions, num_passes)
+            for kind in (True, False):
+                assert of_kind(moved, is_receive=kind) == of_kind(actions, is_receive=kind)
+
+
+def of_kind(actions: Sequence[ActionBase], *, is_receive: bool) -> list[ActionBase]:
+    return [action for action in actions if ("RECV" in str(action)) == is_receive]
