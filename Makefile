@@ -15,10 +15,10 @@ TWO_RANKS := OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 2
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check docs bench clean
+.PHONY: help demo test test-exhaustive check docs bench clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
@@ -32,6 +32,9 @@ demo: $(INSTALLED) ## train a digits classifier on four CPU processes
 
 test: check ## run the checks and the whole test suite
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-exhaustive: $(INSTALLED) ## run every combination of schedules, ranks and microbatches: some minutes
+	$(BIN)/python -m pytest -m exhaustive $(PYTEST_ARGS)
 
 check: $(INSTALLED) ## lint, format, types and import layers (nothing is changed)
 	$(BIN)/ruff check

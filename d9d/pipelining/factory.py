@@ -125,11 +125,13 @@ class PipelineScheduleInfo(Generic[TPipelineInput, TSharedInput, TPipelineOutput
         schedule: Runs packs on this rank.
         has_first_stage: This rank feeds pipeline inputs.
         has_last_stage: This rank sees pipeline outputs, so the callback of a step runs here.
+        stages_by_rank: Indices of the stages that each pipeline rank hosts, in stage order.
     """
 
     schedule: PipelineSchedule[TPipelineInput, TSharedInput, TPipelineOutput]
     has_first_stage: bool
     has_last_stage: bool
+    stages_by_rank: tuple[tuple[int, ...], ...] = ((0,),)
 
 
 @runtime_checkable
@@ -178,32 +180,34 @@ def build_schedule(
     if not dist_context.mesh_params.has_pipeline_parallel:
         module = model_provider(PipelineStageInfo(current_stage=0, num_stages=1))
         do_backward = not isinstance(schedule_config, PipelineScheduleInferenceConfig)
-        return _info(OfflinePipelineExecutor(module, do_backward=do_backward), [0], 1), [module]
+        info: PipelineScheduleInfo[Any, Any, Any] = PipelineScheduleInfo(
+            schedule=OfflinePipelineExecutor(module, do_backward=do_backward), has_first_stage=True, has_last_stage=True
+        )
+        return info, [module]
 
     builder = build_program_builder_from(schedule_config)
     group = dist_context.pipeline_group
     num_stages = group.size() * builder.num_stages_per_rank
     hosts = build_stage_to_host_rank_topology(group.size(), num_stages, builder.topology_style)
+    stages_by_rank = invert_stage_to_host_rank_topology(hosts)
     stages: list[PipelineStage[Any, Any, Any, Any]] = []
-    for index in invert_stage_to_host_rank_topology(hosts)[group.rank()]:
-        info = PipelineStageInfo(current_stage=index, num_stages=num_stages)
-        module = model_provider(info)
+    own = stages_by_rank[group.rank()]
+    for index in own:
+        stage_info = PipelineStageInfo(current_stage=index, num_stages=num_stages)
+        module = model_provider(stage_info)
         if not isinstance(module, _HasTransferSpec):
             raise TypeError(
                 f"{type(module).__name__} has no stage_transfer_spec(pipeline_input, boundary): a stage of a pipeline "
                 f"must say what crosses its boundaries. See d9d.pipelining.api.ModuleSupportsPipelining."
             )
-        stages.append(PipelineStage(info, module, group, hosts))
-    executor = PipelineScheduleExecutor(dist_context, stages, builder)
-    return _info(executor, [stage.info.current_stage for stage in stages], num_stages), [
-        stage.module for stage in stages
-    ]
-
-
-def _info(
-    schedule: PipelineSchedule[Any, Any, Any], stages: list[int], num_stages: int
-) -> PipelineScheduleInfo[Any, Any, Any]:
-    return PipelineScheduleInfo(schedule=schedule, has_first_stage=0 in stages, has_last_stage=num_stages - 1 in stages)
+        stages.append(PipelineStage(stage_info, module, group, hosts))
+    info = PipelineScheduleInfo(
+        schedule=PipelineScheduleExecutor(dist_context, stages, builder),
+        has_first_stage=0 in own,
+        has_last_stage=num_stages - 1 in own,
+        stages_by_rank=tuple(tuple(stages_by_rank[rank]) for rank in range(group.size())),
+    )
+    return info, [stage.module for stage in stages]
 
 
 def _refuse_problems(problems: list[str]) -> None:

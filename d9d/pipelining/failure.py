@@ -37,20 +37,36 @@ class FailureBoard:
         Peers that wait for this rank, or for one that waits for it, fail at once with the text of the first failure.
         """
         if isinstance(cause, PeerLostError):
-            return self._peer_error(action, cause)
-        text = f"action {action} failed on pipeline rank {self._group.rank()} ({_place(action)}): {_described(cause)}"
+            return self.peer_error(str(action), cause)
+        text = f"action {action} failed on {self._here} ({_place(action)}): {_described(cause)}"
         self._store_and_close(text)
         return PipelineActionError(text)
 
     def report_interruption(self, action: ActionBase, cause: BaseException) -> None:
         """Let the other ranks know that this one leaves without an error of its own, such as by Ctrl-C."""
-        self._store_and_close(f"pipeline rank {self._group.rank()} was interrupted at {action}: {_described(cause)}")
+        self._store_and_close(f"{self._here} was interrupted at {action}: {_described(cause)}")
 
-    def _peer_error(self, action: ActionBase, cause: PeerLostError) -> PipelinePeerError:
+    @property
+    def _here(self) -> str:
+        return f"pipeline rank {self._group.rank()} (rank {dist.get_rank()} of the job)"
+
+    def peer_error(self, place: str, cause: Exception) -> PipelinePeerError:
+        """Return the error to raise on this rank after another one has failed.
+
+        Args:
+            place: Where this rank has noticed.
+            cause: How.
+        """
         store = _get_default_store()
-        first = store.get(self._key).decode() if store.check([self._key]) else f"a transfer failed: {cause}"
+        if store.check([self._key]):
+            reason = store.get(self._key).decode()
+        else:
+            reason = (
+                f"another rank of the pipeline is gone without an account: it was killed, or failed outside of the "
+                f"step, see its log ({cause})"
+            )
         close_group(self._group, self._device)
-        return PipelinePeerError(f"pipeline rank {self._group.rank()} stopped at {action}, because {first}")
+        return PipelinePeerError(f"{self._here} stopped at {place}, because {reason}")
 
     def _store_and_close(self, text: str) -> None:
         # The job is failing as it is: what goes wrong here must not hide why.

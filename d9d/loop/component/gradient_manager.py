@@ -122,6 +122,11 @@ class GradientManager:
         Returns:
             ``loss * weight``, and exactly 0 where the weight is 0.
         """
+        if loss.numel() != 1:
+            raise ValueError(
+                f"compute_loss() returned a loss of shape {tuple(loss.shape)}: it must hold one value. Reduce it, for "
+                f"example with .mean()."
+            )
         self._num_losses += 1
         weighted = loss
         if loss_weight is not None:

@@ -196,6 +196,7 @@ class TrainingConfigurator:
                 dist_context=context,
                 parts=parts,
                 parts_of_rank=parts_of_rank,
+                stages_by_rank=pipeline.stages_by_rank,
                 saved_elsewhere=() if pipeline.has_last_stage else ("task",),
             ),
         )

@@ -43,6 +43,12 @@ def refuse_problems(mesh: DeviceMeshParameters, config: TrainerConfig | Inferenc
         problems.append(str(error))
     if isinstance(config, TrainerConfig) and mesh.has_pipeline_parallel:
         problems.extend(_pipeline_problems(config))
+    if isinstance(config, TrainerConfig):
+        timeline, total_steps = config.pipelining.timeline, config.schedule.total_steps
+        if timeline is not None and total_steps is not None and timeline.step > total_steps:
+            problems.append(
+                f"trainer.pipelining.timeline.step ({timeline.step}) is after the last step of the job ({total_steps})."
+            )
     if config.model_stage_factory.source_checkpoint is not None:
         problems.append(
             f"{root}.model_stage_factory.source_checkpoint ({config.model_stage_factory.source_checkpoint}) must be "

@@ -37,6 +37,8 @@ class CheckpointedState(Stateful):
     """State that belongs to the job. In training it includes ``optimizer``, a `PipelinedOptimizer`."""
     parts_of_rank: Mapping[str, Stateful]
     """State that belongs to this rank."""
+    stages_by_rank: tuple[tuple[int, ...], ...] = ((0,),)
+    """Stages that each pipeline rank hosts."""
     saved_elsewhere: Container[str] = ()
     """Keys of the parts that other ranks save. See [Note: state of the last stage]."""
     has_state_of_rank: bool = True
@@ -48,13 +50,16 @@ class CheckpointedState(Stateful):
         """Make room for the state of optimizers, which have none before their first step.
 
         Raises:
-            ValueError: If an inference job finds the checkpoint of a training job, whose steps are other ones.
+            ValueError: If an inference job finds the checkpoint of a training job, whose steps are other ones, or a
+                training job one of a model that was cut into other stages.
         """
         optimizer = self.parts.get("optimizer")
         if optimizer is None and any(name.startswith(_ONLY_IN_TRAINING) for name in saved):
             raise ValueError(
                 "checkpointing.save_dir holds checkpoints of a training job. Name a folder of its own for inference."
             )
+        if optimizer is not None:
+            self._refuse_other_cut(saved)
         if isinstance(optimizer, PipelinedOptimizer):
             for key, of_stage in optimizer.by_stage.items():
                 assert isinstance(of_stage, Optimizer)  # so says the optimizer provider
@@ -63,6 +68,20 @@ class CheckpointedState(Stateful):
                 _make_room(of_stage, entries)
         self.is_loading = True
         self.has_state_of_rank = any(name.startswith(f"{self._ranks_key}.") for name in saved)
+
+    def _refuse_other_cut(self, saved: SavedTensors) -> None:
+        """Refuse to load stages by their place on a rank where another stage was saved."""
+        cuts = [name.removeprefix("cut.") for name in saved if name.startswith("cut.")]
+        if cuts and cuts != [self._cut]:
+            raise ValueError(
+                f"cannot resume: the pipeline ranks of the job that wrote the newest checkpoint host stages {cuts[0]}, "
+                f"those of this job {self._cut}. Set mesh.pipeline_parallel and trainer.pipelining.schedule as they were, "
+                f"or start another run (run.name)."
+            )
+
+    @property
+    def _cut(self) -> str:
+        return " | ".join(" and ".join(map(str, stages)) for stages in self.stages_by_rank)
 
     @property
     def _ranks_key(self) -> str:
@@ -76,6 +95,9 @@ class CheckpointedState(Stateful):
             for name, part in self.parts.items()
             if self.is_loading or name not in self.saved_elsewhere
         }
+        if "optimizer" in self.parts and not self.is_loading:
+            # The name is what is saved: it can be read before anything is loaded.
+            state["cut"] = {self._cut: 0}
         if self.has_state_of_rank:
             of_rank = {name: part.state_dict() for name, part in self.parts_of_rank.items()}
             state[self._ranks_key] = {str(self.dist_context.rank): of_rank}

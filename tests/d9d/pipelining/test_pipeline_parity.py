@@ -57,7 +57,7 @@ def test_a_step_on_four_ranks_equals_one_process(schedule: str):
     check_step(schedule, 4, 9, TREES)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.world_size(2, timeout_s=300)
 @TRAINING
 def test_every_step_on_two_ranks_equals_one_process(schedule: str):
@@ -65,7 +65,7 @@ def test_every_step_on_two_ranks_equals_one_process(schedule: str):
         check_step(schedule, 2, num_microbatches, stage)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.world_size(4, timeout_s=300)
 @TRAINING
 def test_every_step_on_four_ranks_equals_one_process(schedule: str):
@@ -83,8 +83,8 @@ def test_every_step_on_four_ranks_equals_one_process(schedule: str):
         TREES,
         TransformerStage(dtype=torch.float32),
         TransformerStage(is_tree=True, is_checkpointed=True, dropout=0.3),
-        pytest.param(TransformerStage(compile_backend="aot_eager"), marks=pytest.mark.slow),
-        pytest.param(TransformerStage(is_checkpointed=True, compile_backend="aot_eager"), marks=pytest.mark.slow),
+        pytest.param(TransformerStage(compile_backend="aot_eager"), marks=pytest.mark.exhaustive),
+        pytest.param(TransformerStage(is_checkpointed=True, compile_backend="aot_eager"), marks=pytest.mark.exhaustive),
     ],
     ids=["trees", "float32", "checkpointed", "compiled", "checkpointed and compiled"],
 )
@@ -101,7 +101,7 @@ def test_checkpointed_blocks_with_dropout(schedule: str):
     check_step(schedule, 2, 5, TransformerStage(is_tree=True, is_checkpointed=True, dropout=0.3))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.world_size(2, timeout_s=120)
 @pytest.mark.parametrize("schedule", ["1f1b_1", "zero_bubble_v"])
 def test_compiled_blocks(schedule: str):

@@ -159,7 +159,7 @@ def test_schedules_are_valid(schedule: str):
     check_sizes(schedule, pp_sizes=[1, 2, 3, 4, 7], nums_microbatches=[1, 2, 3, 5, 8, 15], nums_stages=[1, 2, 3])
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("schedule", BUILDERS)
 def test_schedules_of_all_sizes_are_valid(schedule: str):
     check_sizes(schedule, [*range(1, 9)], [*range(1, 33)], [1, 2, 3, 4])
