@@ -38,6 +38,14 @@ def count_unused_as_zero(unit: FSDPModule) -> None:
         _fill_before_reduce(group)
 
 
+def accumulate_in_reduce_dtype(unit: FSDPModule) -> None:
+    """Move what a backward pass has left in full parameters to where sums over passes have the dtype of reductions."""
+    for parameter in fsdp_parameters(unit):
+        if gathered_parameter(parameter) is not None:
+            parameter.accumulate_unsharded_grad_if_needed()
+            parameter.to_accumulated_grad_if_needed()
+
+
 def sum_gradients_now(units: Iterable[FSDPModule]) -> None:
     """Sum what has been accumulated in the units of some models, and free what is gathered, as a backward pass would.
 

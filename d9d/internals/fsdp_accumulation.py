@@ -6,7 +6,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from d9d.core.fsdp_internals import fsdp_parameters, fsdp_units, gathered_parameter, sum_gradients_now
+from d9d.core.fsdp_internals import (
+    accumulate_in_reduce_dtype,
+    fsdp_parameters,
+    fsdp_units,
+    gathered_parameter,
+    sum_gradients_now,
+)
 from d9d.core.placement import refuse_direct_gradient
 
 
@@ -18,6 +24,12 @@ class FsdpAccumulation:
     microbatches gathers each unit once and sums once: parameters stay gathered, and gradients stay whole, from the
     first microbatch to the last. This trades memory (full parameters and gradients of the model during the step) for
     time. Where the memory is not there, `keep_sharded` goes back to the default.
+
+    [Note: split backward passes under FSDP]
+    FSDP hooks to the gradients of activations, which the second half of a split backward pass does not compute. So where
+    a schedule splits them, all passes only accumulate, and the sums are asked for behind the last one. All of it goes
+    for the whole passes of such a schedule too: which kind comes last depends on the number of microbatches, and the
+    order in which units are summed on the kind.
 
     Ranks may have different numbers of microbatches: once parameters stay gathered, the number of collectives does not
     depend on it. Whether they do is agreed at the first pack, and must not begin on some ranks only.
@@ -83,18 +95,19 @@ class FsdpAccumulation:
             unit.set_requires_gradient_sync(is_last, recurse=False)
             unit.set_reshard_after_backward(is_last, recurse=False)
 
-    def before_split_backward(self) -> None:
-        """Only accumulate in the next backward pass, which gives the gradients of some of the parameters or of none."""
-        self._stay_gathered()
-        self.before_backward(is_last=False)
+    def after_split_backward(self, *, is_last: bool) -> None:
+        """Take the gradients of a pass of a schedule that splits backward passes, and sum them after the last one.
 
-    def sum_accumulated(self) -> None:
-        """Sum what backward passes have accumulated, where none of them was announced as the last one."""
+        None of these passes may be announced as the last one by `before_backward`.
+        """
         for unit in self._units:
-            unit.set_requires_gradient_sync(True, recurse=False)
-            unit.set_reshard_after_backward(True, recurse=False)
-        sum_gradients_now(self._units)
-        self._is_last = True
+            accumulate_in_reduce_dtype(unit)
+        if is_last:
+            for unit in self._units:
+                unit.set_requires_gradient_sync(True, recurse=False)
+                unit.set_reshard_after_backward(True, recurse=False)
+            sum_gradients_now(self._units)
+            self._is_last = True
 
     def _stay_gathered(self) -> None:
         if not self._stays_gathered:

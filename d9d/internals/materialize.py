@@ -30,6 +30,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from d9d.core.compute_leaf import bind_compute_leaves
+from d9d.core.dist_ops import all_gather_object
 from d9d.core.placement import local_tensor, shard_of
 
 _RANDOM_IN_PLACE = frozenset(
@@ -113,8 +114,7 @@ def seed_names_of_stages(
         The `seed_names` of each stage, for `materialize_module`.
     """
     own = {stage: [name for name, _ in module.named_modules()] for stage, module in zip(stages, modules, strict=True)}
-    by_rank: list[dict[int, list[str]]] = [{} for _ in range(group.size())]
-    dist.all_gather_object(by_rank, own, group=group)
+    by_rank: list[dict[int, list[str]]] = all_gather_object(own, group)
     everywhere = {stage: names for rank_stages in by_rank for stage, names in rank_stages.items()}
     first_stage: dict[str, int] = {}
     for stage in sorted(everywhere):

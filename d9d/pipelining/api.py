@@ -186,14 +186,15 @@ class BackwardObserver(Protocol):
     Per stage there is one such pass for each microbatch: the full backward pass, or the second half of a split one.
     """
 
-    def before_backward(self, stage: int, *, is_last: bool, is_second_half: bool) -> None:
+    def before_backward(self, stage: int, *, is_last: bool, is_split: bool) -> None:
         """Prepare for a pass just before it runs.
 
         Args:
             stage: Position of the stage among those of this rank.
             is_last: Whether no further pass of the pack produces gradients in this stage. Here is the place to switch
                 gradient communication on. The last passes of a rank's stages come in descending order of the stages.
-            is_second_half: Whether it follows `before_split_backward`. Autograd may run no module then.
+            is_split: Whether the schedule splits backward passes, of which this may be the second half. Autograd may run
+                no module then. The same for all passes of a job, whatever the size of the pack.
         """
         ...
 
@@ -201,8 +202,8 @@ class BackwardObserver(Protocol):
         """Prepare for the first half of a split pass, which produces gradients of activations, just before it runs."""
         ...
 
-    def after_last_backward(self, stage: int, *, is_second_half: bool) -> None:
-        """Take note that all gradients of a stage are there; takes what `before_backward` has got."""
+    def after_backward(self, stage: int, *, is_last: bool, is_split: bool) -> None:
+        """Take note that a pass has run; takes what `before_backward` has got."""
         ...
 
 

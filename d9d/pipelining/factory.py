@@ -16,7 +16,8 @@ from d9d.pipelining.api import (
     TPipelineOutput,
     TSharedInput,
 )
-from d9d.pipelining.executor import OfflinePipelineExecutor, PipelineScheduleExecutor
+from d9d.pipelining.executor import PipelineScheduleExecutor
+from d9d.pipelining.offline import OfflinePipelineExecutor
 from d9d.pipelining.placement import build_stage_to_host_rank_topology, invert_stage_to_host_rank_topology
 from d9d.pipelining.programs import PipelineProgramBuilder
 from d9d.pipelining.schedules import build_program_builder, schedule_problems

@@ -11,7 +11,7 @@ from torch.distributed.distributed_c10d import (
 from d9d.pipelining.actions import ActionBase
 from d9d.pipelining.p2p import PeerLostError, close_group
 
-__all__ = ["FailureBoard", "PipelineActionError", "PipelinePeerError"]
+__all__ = ["FailureBoard", "PipelineActionError", "PipelinePeerError", "explained"]
 
 
 class PipelineActionError(RuntimeError):
@@ -22,6 +22,24 @@ class PipelinePeerError(RuntimeError):
     """Another rank of the pipeline has failed; the message says where and why."""
 
 
+def explained(error: RuntimeError, group: dist.ProcessGroup) -> RuntimeError:
+    """Return the error to raise where a collective of the job has failed: the reported failure of a pipeline if any.
+
+    Args:
+        error: What the collective has raised.
+        group: The ranks of the pipeline.
+    """
+    store = _get_default_store()
+    key = _key(group)
+    if not store.check([key]):
+        return error
+    return PipelinePeerError(f"a collective behind the step failed, because {store.get(key).decode()}")
+
+
+def _key(group: dist.ProcessGroup) -> str:
+    return f"d9d/pipeline/{group.group_name}/failure"
+
+
 class FailureBoard:
     """Keeps the first failure in the store of the job, and ends the transfers of all ranks."""
 
@@ -29,7 +47,7 @@ class FailureBoard:
         """Take the group that belongs to the pipeline alone."""
         self._group = group
         self._device = device
-        self._key = f"d9d/pipeline/{group.group_name}/failure"
+        self._key = _key(group)
 
     def report(self, action: ActionBase, cause: Exception) -> RuntimeError:
         """Let the other ranks know of a failed action, and return the error to raise here.

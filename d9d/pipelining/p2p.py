@@ -50,16 +50,17 @@ class Transport(Protocol):
     passes_ahead: int
     """Forward and backward passes before the one that needs a result at which it is best asked for."""
 
-    def send(self, tensors: list[torch.Tensor], peer: int) -> None:
+    def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> None:
         """Start to send; the tensors must not be changed any more.
 
         Args:
             tensors: Contiguous tensors on the device of the group.
             peer: Rank in the group.
+            tag: Where the backend has tags, only a receive with the same one gets the tensors.
         """
         ...
 
-    def receive(self, tensors: list[torch.Tensor], peer: int) -> Transfer:
+    def receive(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Transfer:
         """Start to receive into tensors of the shapes and types that the peer sends."""
         ...
 
@@ -99,24 +100,23 @@ class DirectTransport:
     def __init__(self, group: dist.ProcessGroup) -> None:
         """Use a group whose other members use this transport too."""
         self._group = group
-        self._sends: defaultdict[int, deque[dist.Work]] = defaultdict(deque)
+        self._sends: defaultdict[int, deque[_Works]] = defaultdict(deque)
 
     # torch.distributed.isend and irecv take five times as long as the group's own methods, in checks and logging.
-    def send(self, tensors: list[torch.Tensor], peer: int) -> None:
+    def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> None:
         """Start to send."""
         sends = self._sends[peer]
         try:
-            for tensor in tensors:
-                sends.append(self._group.send([tensor], peer, 0))
-            while len(sends) > MAX_SENDS_IN_FLIGHT:
-                sends.popleft().wait()
+            sends.append(_Works([self._group.send([tensor], peer, tag) for tensor in tensors]))
         except RuntimeError as error:
             raise PeerLostError(str(error)) from error
+        while len(sends) > MAX_SENDS_IN_FLIGHT:
+            sends.popleft().wait()
 
-    def receive(self, tensors: list[torch.Tensor], peer: int) -> Transfer:
+    def receive(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Transfer:
         """Start to receive."""
         try:
-            return _Works([self._group.recv([tensor], peer, 0) for tensor in tensors])
+            return _Works([self._group.recv([tensor], peer, tag) for tensor in tensors])
         except RuntimeError as error:
             raise PeerLostError(str(error)) from error
 
@@ -126,8 +126,8 @@ class DirectTransport:
     def finish(self) -> None:
         """Wait for all sends."""
         for sends in self._sends.values():
-            _Works(list(sends)).wait()
-            sends.clear()
+            while sends:
+                sends.popleft().wait()
 
 
 class _QueuedTransfer:
@@ -164,19 +164,19 @@ class BatchedTransport:
         self._queued: list[_QueuedTransfer] = []
         self._sends: deque[tuple[_QueuedTransfer, list[torch.Tensor]]] = deque()
 
-    def send(self, tensors: list[torch.Tensor], peer: int) -> None:
+    def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> None:
         """Queue a send."""
-        self._sends.append((self._enqueue(dist.isend, tensors, peer), tensors))
+        self._sends.append((self._enqueue(dist.isend, tensors, peer, tag), tensors))
 
-    def receive(self, tensors: list[torch.Tensor], peer: int) -> Transfer:
+    def receive(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Transfer:
         """Queue a receive."""
-        return self._enqueue(dist.irecv, tensors, peer)
+        return self._enqueue(dist.irecv, tensors, peer, tag)
 
     # The two functions have no common type that pyright could name.
-    def _enqueue(self, operation: object, tensors: list[torch.Tensor], peer: int) -> _QueuedTransfer:
+    def _enqueue(self, operation: object, tensors: list[torch.Tensor], peer: int, tag: int) -> _QueuedTransfer:
         transfer = _QueuedTransfer(self)
         for tensor in tensors:
-            self._queue.append(dist.P2POp(operation, tensor, group=self._group, group_peer=peer))  # pyright: ignore[reportArgumentType]
+            self._queue.append(dist.P2POp(operation, tensor, group=self._group, tag=tag, group_peer=peer))  # pyright: ignore[reportArgumentType]
         self._queued.append(transfer)
         return transfer
 

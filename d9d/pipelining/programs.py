@@ -20,6 +20,7 @@ from d9d.pipelining.actions import (
     BackwardWeightComputeAction,
     ForwardComputeAction,
     Program,
+    flat_actions,
 )
 from d9d.pipelining.communications import add_communication_ops
 from d9d.pipelining.placement import ScheduleStyle, build_stage_to_host_rank_topology
@@ -32,6 +33,7 @@ __all__ = [
     "interleaved_1f1b",
     "looped_bfs",
     "one_forward_one_backward",
+    "splits_backward",
     "with_communication",
     "zero_bubble_1p",
 ]
@@ -57,6 +59,14 @@ class PipelineProgramBuilder(abc.ABC):
     @abc.abstractmethod
     def topology_style(self) -> ScheduleStyle:
         """How the stages are laid over the ranks."""
+
+
+def splits_backward(builder: PipelineProgramBuilder, pp_size: int) -> bool:
+    """Tell whether a schedule computes gradients of weights apart in any pack; small packs alone may not need it."""
+    program = builder.compose(num_microbatches=2 * pp_size + 1, pp_size=pp_size)
+    return any(
+        type(action) is BackwardWeightComputeAction for rank in program for action in flat_actions(program[rank])
+    )
 
 
 def check_sizes(**sizes: int) -> None:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from d9d.core.placement import local_tensor
 from d9d.core.pytree import PyTreeSpec, tree_unflatten
 from d9d.core.types import PyTree, TensorSpec
 from d9d.pipelining.api import (
@@ -133,6 +134,7 @@ class PipelineStage(Generic[TPipelineInput, TStageTransfer, TSharedInput, TPipel
         self._pool: BufferPool
         self._device = torch.device("cpu")
         self._has_backward = False
+        self._buffer_memory: set[int] = set()
         self._inbox: dict[int, _Input | _Receiving] = {}
         self._outbox: dict[int, list[torch.Tensor]] = {}
         self._passes: dict[int, _Pass] = {}
@@ -194,6 +196,10 @@ class PipelineStage(Generic[TPipelineInput, TStageTransfer, TSharedInput, TPipel
     def start_pack(self, *, has_backward: bool) -> None:
         """Forget what an interrupted pack has left behind."""
         self._has_backward = has_backward
+        if not has_backward:
+            self._buffer_memory = {
+                local_tensor(buffer).untyped_storage().data_ptr() for buffer in self._module.buffers()
+            }
         for kept in (self._inbox, self._outbox, self._passes, self._gradient_inbox, self._gradient_outbox):
             kept.clear()
 
@@ -221,6 +227,7 @@ class PipelineStage(Generic[TPipelineInput, TStageTransfer, TSharedInput, TPipel
 
     def _keep_output(self, microbatch: int, output: PyTree[Any], pipeline_input: object, current: _Pass) -> None:
         leaves, treespec = flatten_output(output)
+        leaves = [leaf.clone() if self._may_be_kept(leaf) else leaf for leaf in leaves]
         if self._next is not None:
             if self._has_backward:
                 flags = [isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves]
@@ -242,6 +249,13 @@ class PipelineStage(Generic[TPipelineInput, TStageTransfer, TSharedInput, TPipel
             self._add_roots(current, tensors, agreed)
         self._outbox[microbatch] = to_send
 
+    def _may_be_kept(self, leaf: object) -> bool:
+        """Tell whether an output may be a tensor that the module keeps and changes in place for the next microbatch."""
+        if not isinstance(leaf, torch.Tensor) or leaf.requires_grad:
+            return False
+        # Without a graph everywhere, look for buffers alone: hidden states are too large to copy them for nothing.
+        return self._has_backward or local_tensor(leaf).untyped_storage().data_ptr() in self._buffer_memory
+
     @staticmethod
     def _add_roots(current: _Pass, leaves: list[Any], flags: list[bool]) -> None:
         for leaf, has_gradient in zip(leaves, flags, strict=True):
@@ -262,7 +276,7 @@ class PipelineStage(Generic[TPipelineInput, TStageTransfer, TSharedInput, TPipel
 
     def send_forward(self, microbatch: int) -> None:
         """Start to send the output of a microbatch to the rank of the next stage."""
-        self._transport.send(self._outbox.pop(microbatch), self._next_host)
+        self._transport.send(self._outbox.pop(microbatch), self._next_host, microbatch)
 
     def receive_forward(self, microbatch: int, pipeline_input: TPipelineInput) -> None:
         """Start to receive the input of a microbatch from the rank of the stage before."""
@@ -271,11 +285,11 @@ class PipelineStage(Generic[TPipelineInput, TStageTransfer, TSharedInput, TPipel
         agreement = self._agreed_incoming.get(spec.kind)
         if agreement is None:
             message = torch.empty(len(tensors), dtype=torch.uint8, device=self._device)
-            agreement = _Agreement(message, self._transport.receive([message], self._previous_host))
+            agreement = _Agreement(message, self._transport.receive([message], self._previous_host, microbatch))
             self._agreed_incoming[spec.kind] = agreement
         buffers = [self._pool.take(tensor.shape, tensor.dtype) for tensor in tensors]
         self._inbox[microbatch] = _Receiving(
-            spec, buffers, self._transport.receive(buffers, self._previous_host), agreement
+            spec, buffers, self._transport.receive(buffers, self._previous_host, microbatch), agreement
         )
 
     def wait_for_input(self, microbatch: int) -> None:
@@ -392,13 +406,13 @@ class PipelineStage(Generic[TPipelineInput, TStageTransfer, TSharedInput, TPipel
 
     def send_backward(self, microbatch: int) -> None:
         """Start to send the gradients of a microbatch's input to the rank of the stage before."""
-        self._transport.send(self._gradient_outbox.pop(microbatch), self._previous_host)
+        self._transport.send(self._gradient_outbox.pop(microbatch), self._previous_host, microbatch)
 
     def receive_backward(self, microbatch: int) -> None:
         """Start to receive the gradients of a microbatch's output from the rank of the next stage."""
         buffers = [self._pool.take(shape, dtype) for shape, dtype in self._passes[microbatch].gradients]
         self._gradient_inbox[microbatch] = _ReceivingGradients(
-            buffers, self._transport.receive(buffers, self._next_host)
+            buffers, self._transport.receive(buffers, self._next_host, microbatch)
         )
 
 

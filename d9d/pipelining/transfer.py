@@ -68,7 +68,7 @@ class BoundarySpec:
                 if not isinstance(leaf, torch.Tensor) or not _fits(leaf, spec):
                     raise self._mismatch(leaves, treespec)
                 tensors.append(leaf)
-            elif isinstance(leaf, torch.Tensor) or leaf != spec:
+            elif leaf is not spec and not _is_equal(leaf, spec):
                 raise self._mismatch(leaves, treespec)
         return tensors
 
@@ -79,6 +79,13 @@ class BoundarySpec:
             f"  specified: {self.describe()}\n"
             "Return what the spec says, or mend stage_transfer_spec() on both sides of the boundary."
         )
+
+
+def _is_equal(leaf: object, constant: object) -> bool:
+    try:
+        return not isinstance(leaf, torch.Tensor) and bool(leaf == constant)
+    except (TypeError, ValueError, RuntimeError):  # an array, for example
+        return False
 
 
 def _fits(leaf: torch.Tensor, spec: TensorSpec) -> bool:

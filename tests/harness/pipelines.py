@@ -321,11 +321,12 @@ class ObserverJournal(BackwardObserver):
     def __init__(self) -> None:
         self.lines: list[str] = []
 
-    def before_backward(self, stage: int, *, is_last: bool, is_second_half: bool) -> None:
-        self.lines.append(f"{'last ' if is_last else ''}{'second half' if is_second_half else 'pass'} of {stage}")
+    def before_backward(self, stage: int, *, is_last: bool, is_split: bool) -> None:
+        self.lines.append(f"{'last ' if is_last else ''}{'split ' if is_split else ''}pass of {stage}")
 
     def before_split_backward(self, stage: int) -> None:
         self.lines.append(f"first half of {stage}")
 
-    def after_last_backward(self, stage: int, *, is_second_half: bool) -> None:
-        self.lines.append(f"{stage} done{' by halves' if is_second_half else ''}")
+    def after_backward(self, stage: int, *, is_last: bool, is_split: bool) -> None:
+        if is_last:
+            self.lines.append(f"{stage} done{' by halves' if is_split else ''}")

@@ -16,6 +16,7 @@ from d9d.internals.grad_sync import GradientSynchronizer
 from d9d.internals.tied_parameters import TiedGradients
 from d9d.loop.component.tracked_modules import TrackedModules
 from d9d.loop.config import GradientManagerConfig
+from d9d.pipelining.failure import explained
 
 
 class GradientManager:
@@ -38,6 +39,7 @@ class GradientManager:
         self._device = dist_context.current_device
         self._config = config
         self._is_pipelined = dist_context.mesh_params.has_pipeline_parallel
+        self._pipeline_group = dist_context.pipeline_group if self._is_pipelined else None
         self._parameters = [trainable(module.parameters()) for module in tracked_modules.modules]
         # Programs finish the backward passes of later stages first.
         ties = tracked_modules.ties
@@ -96,21 +98,21 @@ class GradientManager:
         for fsdp in self._fsdp:
             fsdp.start_pack(require_accumulations)
 
-    def before_backward(self, stage: int, *, is_last: bool, is_second_half: bool) -> None:
+    def before_backward(self, stage: int, *, is_last: bool, is_split: bool) -> None:
         """Prepare for a backward pass: the last one of a stage sums gradients, all others only accumulate them."""
-        # FSDP hooks to the gradients of activations, which the second half of a split pass does not compute.
-        self._fsdp[stage].before_backward(is_last=is_last and not is_second_half)
+        # See [Note: split backward passes under FSDP].
+        self._fsdp[stage].before_backward(is_last=is_last and not is_split)
         if is_last:
             self._synchronizer.sum_after_next_backward(len(self._fsdp) - 1 - stage)
 
     def before_split_backward(self, stage: int) -> None:
         """Prepare for gradients of activations, ahead of those of the weights."""
-        self._fsdp[stage].before_split_backward()
+        self._fsdp[stage].before_backward(is_last=False)
 
-    def after_last_backward(self, stage: int, *, is_second_half: bool) -> None:
+    def after_backward(self, stage: int, *, is_last: bool, is_split: bool) -> None:
         """Sum the gradients of a stage that its last backward pass has only accumulated."""
-        if is_second_half:
-            self._fsdp[stage].sum_accumulated()
+        if is_split:
+            self._fsdp[stage].after_split_backward(is_last=is_last)
 
     def add_loss_with_weight(self, loss: torch.Tensor, loss_weight: torch.Tensor | None) -> torch.Tensor:
         """Count the loss of a microbatch, and return what to run its backward pass from.
@@ -121,6 +123,9 @@ class GradientManager:
 
         Returns:
             ``loss * weight``, and exactly 0 where the weight is 0.
+
+        Raises:
+            ValueError: If the loss has several elements.
         """
         if loss.numel() != 1:
             raise ValueError(
@@ -155,7 +160,20 @@ class GradientManager:
             self._host_totals = HostCopy(self._totals)
 
     def sync_and_scale(self) -> None:
-        """Finish the sums over ranks and divide the gradients by the weight of the step. All ranks must call it."""
+        """Finish the sums over ranks and divide the gradients by the weight of the step. All ranks must call it.
+
+        Raises:
+            PipelinePeerError: Another rank of the pipeline has failed at the end of its step.
+        """
+        try:
+            self._finish_sums()
+        except RuntimeError as error:
+            if self._pipeline_group is None:
+                raise
+            raise explained(error, self._pipeline_group) from error
+        self._synchronizer.scale_grads(_safe_inverse(self._weight_sum))
+
+    def _finish_sums(self) -> None:
         if self._is_pipelined or self._num_losses < max(1, self._num_microbatches):
             # Most ranks of a pipeline see no loss, so none starts ahead of the others.
             self._reduce_totals()
@@ -164,7 +182,6 @@ class GradientManager:
         join_stream(self._stream)
         self._synchronizer.wait()
         self._tied_gradients.sum()
-        self._synchronizer.scale_grads(_safe_inverse(self._weight_sum))
 
     def should_update(self) -> bool:
         """Tell whether the step has any weight, after `sync_and_scale`; the same on all ranks.

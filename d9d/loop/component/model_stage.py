@@ -1,5 +1,6 @@
 """Build the model stages of this rank: on meta, parallelise, allocate local shards, initialise, load."""
 
+from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
@@ -72,6 +73,7 @@ class ModelStageFactory:
         if context.mesh_params.has_pipeline_parallel:
             seed_names = seed_names_of_stages(modules, stages, context.pipeline_group)
         for module, names in zip(modules, seed_names, strict=True):
+            self._tell_of_shared_names(module, names)
             materialize_module(module, context.current_device, self._seed, group=context.data_group, seed_names=names)
             module.train()
         predicate = only_trainable if self._config.checkpoint_only_trainable_parameters else everything
@@ -93,6 +95,17 @@ class ModelStageFactory:
             self._refuse_undistributed(model)
             memory.add(stage.current_stage, model)
         return model
+
+    def _tell_of_shared_names(self, module: nn.Module, seed_names: Mapping[str, str]) -> None:
+        with_parameters = [
+            name for name in seed_names if next(module.get_submodule(name).parameters(recurse=False), None) is not None
+        ]
+        if with_parameters:
+            self._dist_context.logger.info(
+                "initial values depend on how the model is cut: a stage before has a module %s too. Name modules as in "
+                "the whole model, for example by the number of the layer in it.",
+                with_parameters[0] or "(its root) with parameters",
+            )
 
     def _refuse_undistributed(self, model: nn.Module) -> None:
         """Refuse parameters whose gradients nobody would sum: their copies would drift apart in silence."""

@@ -3,9 +3,8 @@
 import contextlib
 from collections.abc import Generator
 
-import torch.distributed as dist
-
 from d9d.core.dist_context import DistributedContext
+from d9d.core.dist_ops import all_gather_object
 from d9d.loop.component.job_schedule import JobSchedule
 from d9d.loop.config import PipelineTimelineConfig
 from d9d.pipelining.api import ActionTiming, AnyPipelineSchedule
@@ -63,7 +62,4 @@ class PipelineTimelineRecorder:
     def _gather(self, own: list[ActionTiming]) -> list[list[ActionTiming]]:
         if not self._dist_context.mesh_params.has_pipeline_parallel:
             return [own]
-        group = self._dist_context.pipeline_group
-        by_rank: list[list[ActionTiming]] = [[] for _ in range(group.size())]
-        dist.all_gather_object(by_rank, own, group=group)
-        return by_rank
+        return all_gather_object(own, self._dist_context.pipeline_group)

@@ -7,12 +7,11 @@ from typing import Protocol, runtime_checkable
 from d9d.core.dist_context import DeviceMeshParameters
 from d9d.core.launch import LaunchEnvironment
 from d9d.loop.config import InferenceConfig, StepActionSpecial, TrainerConfig
-from d9d.pipelining.actions import BackwardWeightComputeAction, flat_actions
 from d9d.pipelining.factory import (
-    AnyPipelineScheduleConfig,
     PipelineScheduleInferenceConfig,
     build_program_builder_from,
 )
+from d9d.pipelining.programs import splits_backward
 
 
 @runtime_checkable
@@ -70,18 +69,13 @@ def _pipeline_problems(config: TrainerConfig) -> list[str]:
             "trainer.pipelining.schedule (inference) runs no backward passes. Choose gpipe, looped_bfs, 1f1b, "
             "zero_bubble_v or dual_pipe_v."
         )
-    if config.gradient_manager.fsdp_keep_sharded and _splits_backward(schedule):
+    if config.gradient_manager.fsdp_keep_sharded and splits_backward(build_program_builder_from(schedule), pp_size=2):
         problems.append(
             f"trainer.gradient_manager.fsdp_keep_sharded (true) sums gradients in every backward pass, but "
             f"trainer.pipelining.schedule ({schedule.schedule}) splits backward passes and computes the gradients of the "
             f"weights outside of them. Set it to false, or choose a schedule without zero bubble."
         )
     return problems
-
-
-def _splits_backward(schedule: AnyPipelineScheduleConfig) -> bool:
-    program = build_program_builder_from(schedule).compose(num_microbatches=4, pp_size=2)
-    return any(isinstance(action, BackwardWeightComputeAction) for action in flat_actions(program[0]))
 
 
 def _directory_problems(name: str, folder: Path) -> list[str]:

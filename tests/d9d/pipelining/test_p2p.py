@@ -40,10 +40,10 @@ def test_tensors_arrive_in_the_order_of_the_calls(transport_type: Callable[[dist
     sent = [[torch.full((n,), float(n)) for n in sizes] for sizes in ((3,), (1, 2), (4,), (), (2,))]
     if dist.get_rank() == 0:
         for tensors in sent:
-            transport.send(tensors, 1)
+            transport.send(tensors, 1, 0)
     else:
         received = [[torch.empty_like(tensor) for tensor in tensors] for tensors in sent]
-        transfers = [transport.receive(tensors, 0) for tensors in received]
+        transfers = [transport.receive(tensors, 0, 0) for tensors in received]
         for transfer in transfers:
             transfer.wait()
         assert [[tensor.tolist() for tensor in tensors] for tensors in received] == [
@@ -59,8 +59,8 @@ def test_both_ranks_may_send_first(transport_type: Callable[[dist.ProcessGroup],
     peer = 1 - dist.get_rank()
     large = 2**20  # more than a socket takes without a reader
     received = torch.empty(large)
-    transport.send([torch.full((large,), float(dist.get_rank()))], peer)
-    transfer = transport.receive([received], peer)
+    transport.send([torch.full((large,), float(dist.get_rank()))], peer, 0)
+    transfer = transport.receive([received], peer, 0)
     transport.flush()
     transfer.wait()
     transport.finish()
@@ -76,10 +76,10 @@ def test_few_sent_tensors_are_kept(transport_type: Callable[[dist.ProcessGroup],
         tensor = torch.ones(8)
         if dist.get_rank() == 0:
             sent.append(weakref.ref(tensor))
-            transport.send([tensor], 1)
+            transport.send([tensor], 1, 0)
             del tensor
         else:
-            transport.receive([tensor], 0).wait()
+            transport.receive([tensor], 0, 0).wait()
         transport.flush()
         assert sum(each() is not None for each in sent) <= MAX_SENDS_IN_FLIGHT
     transport.finish()
@@ -100,7 +100,7 @@ def test_a_group_that_one_rank_closes_ends_the_waits_of_all():
         # 0 waits for 1, which waits for 2, and 3 for 2: each one that notices closes the group in turn.
         peer = {0: 1, 1: 2, 3: 2}[rank]
         with pytest.raises(PeerLostError):
-            transport.receive([torch.empty(4)], peer).wait()
+            transport.receive([torch.empty(4)], peer, 0).wait()
         close_group(group, CPU)
     assert time.perf_counter() - start < 10.0
     dist.barrier()  # other groups are not concerned
@@ -117,12 +117,12 @@ def test_sends_to_a_lost_peer_fail():
         with pytest.raises(PeerLostError):
             send_much(transport)
         with pytest.raises(PeerLostError):
-            transport.receive([torch.empty(4)], 1).wait()
+            transport.receive([torch.empty(4)], 1, 0).wait()
 
 
 def send_much(transport: Transport) -> None:
     for _ in range(10):
-        transport.send([torch.ones(2**20)], 1)
+        transport.send([torch.ones(2**20)], 1, 0)
 
 
 def test_the_transport_fits_the_device():

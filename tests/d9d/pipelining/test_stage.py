@@ -211,9 +211,9 @@ class CountingTransport:
         self.passes_ahead = transport.passes_ahead
         self.sent: list[tuple[int, list[tuple[int, ...]]]] = []
 
-    def send(self, tensors: list[torch.Tensor], peer: int) -> None:
+    def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> None:
         self.sent.append((peer, [tuple(tensor.shape) for tensor in tensors]))
-        self._transport.send(tensors, peer)
+        self._transport.send(tensors, peer, tag)
 
 
 def count_transfers(monkeypatch: pytest.MonkeyPatch) -> list[CountingTransport]:
@@ -376,3 +376,34 @@ def test_two_sides_with_different_specs_are_refused_by_both(schedule: str, name:
         pipeline.executor.step(inputs, tuple(range(4)), lambda output, _: output.sum())
     assert "StageBoundary.outgoing: float64 (2, 3)" in str(info.value)
     assert "StageBoundary.incoming: " in str(info.value)
+
+
+# What a module keeps
+
+
+class KeepingStage(ScaleStage):
+    """Passes on a counter that it changes in place for each microbatch."""
+
+    def __init__(self, info: PipelineStageInfo) -> None:
+        super().__init__(info)
+        self.register_buffer("count", torch.zeros(1, dtype=torch.float64))
+        self.seen: list[float] = []
+
+    def forward(self, inputs: Any, shared: int) -> Any:
+        if self.info.is_current_stage_first:
+            inputs = (inputs, self.count.add_(1))
+        x, count = inputs
+        self.seen.append(float(count))
+        return x * self.weight if self.info.is_current_stage_last else (x * self.weight, count)
+
+    def stage_transfer_spec(self, pipeline_input: torch.Tensor, boundary: StageBoundary) -> Any:
+        return floats(tuple(pipeline_input.shape)), floats((1,))
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b_1", "zero_bubble_v", "inference"])
+def test_a_tensor_that_the_module_changes_later_arrives_as_it_was(schedule: str):
+    pipeline = build_pipeline(schedule, 2, KeepingStage)
+    pipeline.executor.step(numbered_inputs([(2, 3)] * 8), tuple(range(8)), lambda output, _: output.sum())
+    for module in pipeline.modules.values():
+        assert module.seen == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]

@@ -48,10 +48,9 @@ def samples(count: int = NUM_SAMPLES) -> torch.Tensor:
 
 def run_backward(manager: GradientManager, start: torch.Tensor, *, is_last: bool) -> None:
     """Run the backward pass of a microbatch on the only stage, as a schedule does."""
-    manager.before_backward(0, is_last=is_last, is_second_half=False)
+    manager.before_backward(0, is_last=is_last, is_split=False)
     start.backward()
-    if is_last:
-        manager.after_last_backward(0, is_second_half=False)
+    manager.after_backward(0, is_last=is_last, is_split=False)
 
 
 def run_pack(manager: GradientManager, module: nn.Module, pack: list[Microbatch]) -> None:

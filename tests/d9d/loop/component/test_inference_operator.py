@@ -18,8 +18,8 @@ from d9d.loop.control import (
     ProcessOutputsContext,
 )
 from d9d.pipelining.api import ActionTiming, BackwardObserver, PipelineSchedule
-from d9d.pipelining.executor import OfflinePipelineExecutor
 from d9d.pipelining.factory import PipelineScheduleInfo
+from d9d.pipelining.offline import OfflinePipelineExecutor
 
 FACTOR = 3.0
 

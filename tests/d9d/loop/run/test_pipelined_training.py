@@ -7,21 +7,35 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from pydantic import TypeAdapter
 from torch import nn
 
 from d9d.core.dist_context import DeviceMeshParameters
+from d9d.internals.materialize import materialize_module
+from d9d.loop.component import GradientManager, TrackedModules
+from d9d.loop.component.tracked_modules import everything
+from d9d.loop.config import GradientManagerConfig
 from d9d.loop.event.catalogue.train import EVENT_TRAIN_OPTIMIZER_STEP_PRE
+from d9d.pipelining.api import PipelineStageInfo
+from d9d.pipelining.factory import AnyPipelineScheduleConfig, build_schedule
 from d9d.pipelining.failure import PipelineActionError, PipelinePeerError
 from d9d.pipelining.visualize import read_measured_timeline
-from tests.d9d.loop.run.pipelined_job import PipelinedProvider, build_whole_model
+from tests.d9d.loop.run.pipelined_job import (
+    NUM_LAYERS,
+    PipelinedModel,
+    PipelinedProvider,
+    build_whole_model,
+    parallelize_data,
+)
 from tests.d9d.loop.run.regression_job import (
+    BASE_SEED,
     GLOBAL_BATCH_SIZE,
     Job,
     Task,
     build_job,
     plain_losses,
 )
-from tests.harness.parity import FP64_EXACT, named_full_parameters
+from tests.harness.parity import FP64_EXACT, named_full_gradients, named_full_parameters
 
 SCHEDULES: dict[str, dict[str, Any]] = {
     "gpipe": {"schedule": "gpipe"},
@@ -133,6 +147,85 @@ def test_a_step_without_weight_changes_no_stage(tmp_path):
         assert torch.equal(value, before[name]), name
 
 
+UNEQUAL_PACKS = [(3, 4), (1, 6), (5, 2)]
+"""Microbatches of two replicas. In some, dual_pipe_v ends a stage with a whole pass on one and with a half on the other."""
+
+
+@pytest.mark.world_size(4)
+@pytest.mark.parametrize("schedule", ["interleaved", "zb1p", "zero_bubble_v", "dual_pipe_v"])
+def test_sharded_replicas_may_have_different_numbers_of_microbatches(schedule):
+    context = DeviceMeshParameters(pipeline_parallel=2, data_parallel_shard=2).build()
+    samples = torch.randn(2, 6, 4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+    modules: list[PipelinedModel] = []
+
+    def build(stage: PipelineStageInfo) -> nn.Module:
+        with torch.device("meta"):
+            modules.append(PipelinedModel(torch.float64, stage))
+        parallelize_data(context, modules[-1])
+        return modules[-1]
+
+    config = TypeAdapter(AnyPipelineScheduleConfig).validate_python(SCHEDULES[schedule])
+    info, _ = build_schedule(context, config, build)
+    for module in modules:
+        materialize_module(module, torch.device("cpu"), BASE_SEED)
+    manager = GradientManager(context, TrackedModules(context, list(modules), everything), GradientManagerConfig())
+    info.schedule.set_backward_observer(manager)
+    with manager.install():
+        for counts in UNEQUAL_PACKS:
+            own = samples[context.dp_rank, : counts[context.dp_rank]]
+            manager.set_required_accumulations(len(own))
+            info.schedule.step(
+                tuple(own), (None,) * len(own), lambda output, _: manager.add_loss_with_weight(output.sum(), None)
+            )
+            manager.sync_and_scale()
+            whole = build_whole_model(torch.float64)
+            pack = torch.cat([samples[replica, :count].flatten(0, 1) for replica, count in enumerate(counts)])
+            (whole(pack, None).sum() / sum(counts)).backward()
+            for module in modules:
+                for name, gradient in named_full_gradients(module).items():
+                    expected = whole.get_parameter(name).grad
+                    assert expected is not None
+                    torch.testing.assert_close(gradient, expected, rtol=0, atol=FP64_EXACT)
+            manager.zero_grad()
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("name", ["1f1b", "zero_bubble_v"])
+def test_a_frozen_stage_is_no_obstacle(tmp_path, name):
+    class FirstHalfFrozen(PipelinedProvider):
+        def initialize_model_stage(self, context):
+            result = super().initialize_model_stage(context)
+            freeze_first_half(result.model)
+            return result
+
+    model = build_whole_model(torch.float64)
+    freeze_first_half(model)
+    losses, model = plain_losses(NUM_STEPS, torch.float64, model=model)
+    mesh = DeviceMeshParameters(pipeline_parallel=2)
+    job = build_pipelined_job(mesh, tmp_path, name, provider=FirstHalfFrozen(torch.float64))
+    job.trainer.train()
+    check_against(job, losses, model)
+
+
+def freeze_first_half(model: PipelinedModel) -> None:
+    for name, block in model.layers.items():
+        block.requires_grad_(int(name) >= NUM_LAYERS // 2)
+    if model.up is not None:
+        model.up.requires_grad_(False)
+
+
+@pytest.mark.world_size(2)
+def test_a_job_without_anything_to_train_is_refused_by_all(tmp_path):
+    class Frozen(PipelinedProvider):
+        def initialize_model_stage(self, context):
+            result = super().initialize_model_stage(context)
+            result.model.requires_grad_(False)
+            return result
+
+    with pytest.raises(ValueError, match="no stage of the pipeline has a parameter that requires a gradient"):
+        build_pipelined_job(DeviceMeshParameters(pipeline_parallel=2), tmp_path, "1f1b", provider=Frozen(torch.float64))
+
+
 class StepCutShortError(Exception):
     """Ends a job in the middle of a step."""
 
@@ -216,6 +309,19 @@ def test_a_resumed_task_knows_what_it_has_counted_on_the_last_stage(tmp_path):
     assert resumed.task.num_losses == 8 * NUM_STEPS
 
 
+@pytest.mark.world_size(2)
+def test_a_checkpoint_of_other_stages_on_the_same_ranks_is_refused(tmp_path):
+    mesh = DeviceMeshParameters(pipeline_parallel=2)
+    saving = {"checkpointing": {"save_dir": str(tmp_path / "saved"), "period_steps": NUM_STEPS}}
+    build_pipelined_job(mesh, tmp_path, "interleaved", overrides=saving).trainer.train()
+    for other, cut in (("zero_bubble_v", r"0 and 3 \| 1 and 2"), ("gpipe", r"0 \| 1")):
+        job = build_pipelined_job(mesh, tmp_path, other, overrides=saving)
+        with pytest.raises(ValueError, match=rf"host stages 0 and 2 \| 1 and 3, those of this job {cut}\. Set mesh"):
+            job.trainer.train()
+    # The same stages by another schedule.
+    build_pipelined_job(mesh, tmp_path, "looped_bfs", overrides=saving).trainer.train()
+
+
 class FailingTask(Task):
     """Has a loss that fails, on the rank that computes it."""
 
@@ -231,6 +337,7 @@ def test_a_failing_loss_ends_the_job_on_all_ranks(tmp_path):
     job = build_pipelined_job(mesh, tmp_path, "1f1b", task_class=FailingTask)
     expected = PipelineActionError if dist.get_rank() == 1 else PipelinePeerError
     with pytest.raises(
-        expected, match=r"1F0 failed on pipeline rank 1 \(stage 1, microbatch 0\): ArithmeticError: no such label"
+        expected,
+        match=r"1F0 failed on pipeline rank 1 \(rank 1 of the job\) \(stage 1, microbatch 0\): ArithmeticError: no such",
     ):
         job.trainer.train()

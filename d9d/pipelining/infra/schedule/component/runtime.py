@@ -13,7 +13,8 @@ from d9d.pipelining.actions import (
     ForwardReceiveAction,
     ForwardSendAction,
 )
-from d9d.pipelining.executor import OfflinePipelineExecutor, PipelineScheduleExecutor
+from d9d.pipelining.executor import PipelineScheduleExecutor
+from d9d.pipelining.offline import OfflinePipelineExecutor
 
 __all__ = [
     "ActionBase",
