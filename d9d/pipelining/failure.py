@@ -1,6 +1,7 @@
 """What the ranks of a pipeline tell each other when one of them fails, so that none waits for it."""
 
 import contextlib
+from collections.abc import Generator
 
 import torch
 import torch.distributed as dist
@@ -8,10 +9,11 @@ from torch.distributed.distributed_c10d import (
     _get_default_store,  # pyright: ignore[reportPrivateUsage]  # the store has no public name (torch 2.13)
 )
 
+from d9d.core.dist_context import DistributedContext
 from d9d.pipelining.actions import ActionBase
 from d9d.pipelining.p2p import PeerLostError, close_group
 
-__all__ = ["FailureBoard", "PipelineActionError", "PipelinePeerError", "explained"]
+__all__ = ["FailureBoard", "PipelineActionError", "PipelinePeerError", "naming_failed_peers"]
 
 
 class PipelineActionError(RuntimeError):
@@ -22,18 +24,27 @@ class PipelinePeerError(RuntimeError):
     """Another rank of the pipeline has failed; the message says where and why."""
 
 
-def explained(error: RuntimeError, group: dist.ProcessGroup) -> RuntimeError:
-    """Return the error to raise where a collective of the job has failed: the reported failure of a pipeline if any.
+@contextlib.contextmanager
+def naming_failed_peers(dist_context: DistributedContext) -> Generator[None]:
+    """Raise the failure of another pipeline rank instead of what a collective of the block makes of it.
 
-    Args:
-        error: What the collective has raised.
-        group: The ranks of the pipeline.
+    A rank that is through with its program does not hear of a failure that comes later. It gets to a collective of the
+    job, which fails when the other process ends.
+
+    Raises:
+        PipelinePeerError: If another rank of the pipeline has reported a failure.
     """
-    store = _get_default_store()
-    key = _key(group)
-    if not store.check([key]):
-        return error
-    return PipelinePeerError(f"a collective behind the step failed, because {store.get(key).decode()}")
+    try:
+        yield
+    except (PipelineActionError, PipelinePeerError):
+        raise
+    except RuntimeError as error:
+        if not dist_context.mesh_params.has_pipeline_parallel:
+            raise
+        store, key = _get_default_store(), _key(dist_context.pipeline_group)
+        if not store.check([key]):
+            raise
+        raise PipelinePeerError(f"a collective failed, because {store.get(key).decode()}") from error
 
 
 def _key(group: dist.ProcessGroup) -> str:

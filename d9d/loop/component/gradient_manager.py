@@ -16,7 +16,6 @@ from d9d.internals.grad_sync import GradientSynchronizer
 from d9d.internals.tied_parameters import TiedGradients
 from d9d.loop.component.tracked_modules import TrackedModules
 from d9d.loop.config import GradientManagerConfig
-from d9d.pipelining.failure import explained
 
 
 class GradientManager:
@@ -39,7 +38,6 @@ class GradientManager:
         self._device = dist_context.current_device
         self._config = config
         self._is_pipelined = dist_context.mesh_params.has_pipeline_parallel
-        self._pipeline_group = dist_context.pipeline_group if self._is_pipelined else None
         self._parameters = [trainable(module.parameters()) for module in tracked_modules.modules]
         # Programs finish the backward passes of later stages first.
         ties = tracked_modules.ties
@@ -160,20 +158,7 @@ class GradientManager:
             self._host_totals = HostCopy(self._totals)
 
     def sync_and_scale(self) -> None:
-        """Finish the sums over ranks and divide the gradients by the weight of the step. All ranks must call it.
-
-        Raises:
-            PipelinePeerError: Another rank of the pipeline has failed at the end of its step.
-        """
-        try:
-            self._finish_sums()
-        except RuntimeError as error:
-            if self._pipeline_group is None:
-                raise
-            raise explained(error, self._pipeline_group) from error
-        self._synchronizer.scale_grads(_safe_inverse(self._weight_sum))
-
-    def _finish_sums(self) -> None:
+        """Finish the sums over ranks and divide the gradients by the weight of the step. All ranks must call it."""
         if self._is_pipelined or self._num_losses < max(1, self._num_microbatches):
             # Most ranks of a pipeline see no loss, so none starts ahead of the others.
             self._reduce_totals()
@@ -182,6 +167,7 @@ class GradientManager:
         join_stream(self._stream)
         self._synchronizer.wait()
         self._tied_gradients.sum()
+        self._synchronizer.scale_grads(_safe_inverse(self._weight_sum))
 
     def should_update(self) -> bool:
         """Tell whether the step has any weight, after `sync_and_scale`; the same on all ranks.

@@ -36,6 +36,7 @@ from d9d.loop.event.catalogue.inference import (
     EventInferenceReadyContext,
 )
 from d9d.loop.run.job_state import CheckpointedState
+from d9d.pipelining.failure import naming_failed_peers
 
 # `Any` below: the types of batches, inputs and outputs are known to the job alone; the loop passes them on.
 
@@ -85,6 +86,7 @@ class Inference:
             return
         with contextlib.ExitStack() as stack:
             stack.enter_context(ends_with_torchrun())
+            stack.enter_context(naming_failed_peers(job.dist_context))
             stack.enter_context(job.gc)
             stack.enter_context(job.progress.open())
             profiler = stack.enter_context(job.profiler.open())

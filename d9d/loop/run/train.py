@@ -40,6 +40,7 @@ from d9d.loop.event.catalogue.train import (
     EventTrainReadyContext,
 )
 from d9d.loop.run.job_state import CheckpointedState
+from d9d.pipelining.failure import naming_failed_peers
 
 # `Any` below: the types of batches, inputs and outputs are known to the job alone; the loop passes them on.
 
@@ -90,6 +91,7 @@ class Trainer:
             return
         with contextlib.ExitStack() as stack:
             stack.enter_context(ends_with_torchrun())
+            stack.enter_context(naming_failed_peers(job.dist_context))
             writer = stack.enter_context(job.logger.new_run({}))
             stack.enter_context(job.logger.install())
             stack.enter_context(job.gradient_manager.install())
