@@ -112,8 +112,8 @@ def post_receives_early(actions: Sequence[ActionBase], num_passes: int) -> list[
 
     Without that a rank asks for a result at the moment when it needs it, and the transfer is not hidden by anything. The
     order of the receives stays, so that they match the sends. An input is not asked for while as many are held as ever
-    in the program, so that this needs no memory; a gradient not before the forward pass of its microbatch, which tells
-    its shape.
+    in the program and `SPARE_INPUTS` on top, so that this needs next to no memory; a gradient not before the forward pass
+    of its microbatch, which tells its shape.
 
     Args:
         actions: All actions of one rank.
@@ -124,7 +124,7 @@ def post_receives_early(actions: Sequence[ActionBase], num_passes: int) -> list[
     others = [action for action in actions if not isinstance(action, _RECEIVES)]
     last_use, forwards = _last_uses(others)
     held = _count_held_inputs(actions, len(others), last_use)
-    peak = max(held)
+    limit = max(held) + SPARE_INPUTS
     passes: list[int] = []
     receives: dict[int, list[ActionBase]] = {}
     earliest = position = 0
@@ -139,7 +139,7 @@ def post_receives_early(actions: Sequence[ActionBase], num_passes: int) -> list[
         if isinstance(action, BackwardReceiveAction):
             target = max(target, forwards.get((action.stage_idx, action.microbatch_idx), 0) + 1)
         else:
-            full = next((index for index in range(position - 1, target - 1, -1) if held[index] >= peak), target - 1)
+            full = next((index for index in range(position - 1, target - 1, -1) if held[index] >= limit), target - 1)
             target = full + 1
             for index in range(target, position):
                 held[index] += 1
@@ -149,6 +149,10 @@ def post_receives_early(actions: Sequence[ActionBase], num_passes: int) -> list[
         action for index in range(len(others) + 1) for action in (*receives.get(index, ()), *others[index : index + 1])
     ]
 
+
+SPARE_INPUTS = 2
+"""Inputs that a rank may hold for `post_receives_early`. Without them, schedules that replace each input that they are
+through with, such as 1F1B, ask for the next one when they need it."""
 
 _RECEIVES = (ForwardReceiveAction, BackwardReceiveAction)
 

@@ -94,7 +94,7 @@ class _PackRun:
             stage.wait_for_input(microbatch_idx)
             self._stopwatch.skip()
         output = stage.forward(microbatch_idx, self._inputs[microbatch_idx], self._shared[microbatch_idx])
-        if not stage.info.is_current_stage_last:
+        if not stage.is_last:
             return
         result = self._callback(output, microbatch_idx)
         if self._has_backward:

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, Generic, TypeAlias, cast
+from typing import Any, Final, Generic, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
@@ -122,7 +122,8 @@ class PipelineStage(Generic[TPipelineInput, TStageTransfer, TSharedInput, TPipel
         """
         self._info = info
         self._is_first = info.is_current_stage_first
-        self._is_last = info.is_current_stage_last
+        self.is_last: Final = info.is_current_stage_last
+        """Whether `forward` returns the pipeline output."""
         self._module = module
         self._pipelined = cast("ModuleSupportsPipelining[Any, Any, Any, Any]", module)
         self._group = group
@@ -142,7 +143,7 @@ class PipelineStage(Generic[TPipelineInput, TStageTransfer, TSharedInput, TPipel
         self._gradient_outbox: dict[int, list[torch.Tensor]] = {}
         self._agreed_incoming: dict[BoundaryKind, _Agreement] = {}
         self._agreed_outgoing: dict[BoundaryKind, list[bool]] = {}
-        self._last_specs: dict[StageBoundary, BoundarySpec] = {}
+        self._last_spec: BoundarySpec | None = None
 
     @property
     def info(self) -> PipelineStageInfo:
@@ -185,7 +186,7 @@ class PipelineStage(Generic[TPipelineInput, TStageTransfer, TSharedInput, TPipel
         """
         is_remote = {
             StageBoundary.incoming: not self._is_first and self._previous is None,
-            StageBoundary.outgoing: not self._is_last and self._next is None,
+            StageBoundary.outgoing: not self.is_last and self._next is None,
         }
         return {
             boundary: [self._spec(each, boundary).describe() for each in pipeline_inputs]
@@ -216,7 +217,7 @@ class PipelineStage(Generic[TPipelineInput, TStageTransfer, TSharedInput, TPipel
         current = _Pass(given.differentiable, given.buffers, [], [])
         if self._has_backward:
             self._passes[microbatch] = current
-        if self._is_last:
+        if self.is_last:
             result = cast("TPipelineOutput", output)
         else:
             result = None
@@ -312,11 +313,10 @@ class PipelineStage(Generic[TPipelineInput, TStageTransfer, TSharedInput, TPipel
 
     def _spec(self, pipeline_input: object, boundary: StageBoundary) -> BoundarySpec:
         spec = self._pipelined.stage_transfer_spec(pipeline_input, boundary)
-        last = self._last_specs.get(boundary)
         # Most microbatches are like the one before.
-        if last is None or type(spec) is not TensorSpec or last.source != spec:
-            last = self._last_specs[boundary] = BoundarySpec(spec)
-        return last
+        if self._last_spec is None or type(spec) is not TensorSpec or self._last_spec.source != spec:
+            self._last_spec = BoundarySpec(spec)
+        return self._last_spec
 
     # Backward
 
@@ -366,7 +366,7 @@ class PipelineStage(Generic[TPipelineInput, TStageTransfer, TSharedInput, TPipel
         """Return where the backward pass starts, from which gradients, and their buffers."""
         buffers: list[torch.Tensor] = []
         gradients: list[torch.Tensor | None]
-        if self._is_last:
+        if self.is_last:
             gradients = [None]
         else:
             received = self._gradient_inbox.pop(microbatch)
@@ -380,7 +380,7 @@ class PipelineStage(Generic[TPipelineInput, TStageTransfer, TSharedInput, TPipel
         pairs = [
             (root, gradient)
             for root, gradient in zip(current.roots, gradients, strict=True)
-            if root is not None and (self._is_last or gradient is not None)
+            if root is not None and (self.is_last or gradient is not None)
         ]
         return [root for root, _ in pairs], [gradient for _, gradient in pairs], buffers
 

@@ -90,7 +90,8 @@ def test_receives_overtake_as_many_passes_as_they_may():
     assert early(line, 8) == ahead
 
 
-def test_no_more_inputs_are_held_than_before():
+def test_few_more_inputs_are_held_than_before(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("d9d.pipelining.communications.SPARE_INPUTS", 0)
     # Two at most, until a backward pass is done with one.
     line = "1RECV_F0 1F0 1RECV_F1 1F1 1B0 1SEND_B0 1RECV_F2 1F2 1B1 1SEND_B1 1B2 1SEND_B2"
     ahead = "1RECV_F0 1RECV_F1 1F0 1F1 1B0 1RECV_F2 1SEND_B0 1F2 1B1 1SEND_B1 1B2 1SEND_B2"

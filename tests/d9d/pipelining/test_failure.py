@@ -159,7 +159,10 @@ def test_ctrl_c_on_one_rank_ends_the_others(stage: int):
         assert type(error) is KeyboardInterrupt
     else:
         assert type(error) is PipelinePeerError
-        assert f"pipeline rank {stage} (rank {stage} of the job) was interrupted at {stage}F2: KeyboardInterrupt" in str(error)
+        assert (
+            f"pipeline rank {stage} (rank {stage} of the job) was interrupted at {stage}F2: KeyboardInterrupt"
+            in str(error)
+        )
     check_no_further_step(pipeline)
 
 
