@@ -71,7 +71,9 @@ class FsdpAccumulation:
             num_microbatches = self._agree(num_microbatches, self._group)
             self._group = None
         if num_microbatches > 1 and not self._keep_sharded:
-            self._stay_gathered()
+            for unit in self._units if not self._stays_gathered else ():
+                unit.set_reshard_after_forward(False, recurse=False)
+            self._stays_gathered = True
 
     def _agree(self, num_microbatches: int, group: dist.ProcessGroup) -> int:
         """Return the largest number of all ranks."""
@@ -108,12 +110,6 @@ class FsdpAccumulation:
                 unit.set_reshard_after_backward(True, recurse=False)
             sum_gradients_now(self._units)
             self._is_last = True
-
-    def _stay_gathered(self) -> None:
-        if not self._stays_gathered:
-            self._stays_gathered = True
-            for unit in self._units:
-                unit.set_reshard_after_forward(False, recurse=False)
 
     def after_update(self) -> None:
         """Free what is gathered, after an optimizer step has changed the shards.

@@ -7,11 +7,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from d9d.core.dist_context import DENSE_DOMAIN, DeviceMeshParameters
+from d9d.core.fsdp_internals import fsdp_parameters, fsdp_units, gathered_parameter
 from d9d.internals.fsdp_accumulation import FsdpAccumulation
-from d9d.module.parallelism.api import parallelize_hsdp
+from d9d.module.parallelism.api import parallelize_fsdp, parallelize_hsdp
 from tests.harness.parity import FP64_EXACT, assert_close_tree, named_full_gradients
 
 NUM_UNITS = 3
@@ -172,3 +174,30 @@ def test_plain_modules_need_nothing():
     accumulation.start_pack(3)
     accumulation.before_backward(is_last=False)
     accumulation.abandon_pack()
+
+
+@pytest.mark.world_size(2)
+def test_passes_of_a_split_schedule_add_up_in_the_dtype_of_the_sums():
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(model.weight)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    parallelize_fsdp(
+        model,
+        DeviceMeshParameters(data_parallel_shard=2).build().mesh_for(DENSE_DOMAIN)["dp_cp_shard"],
+        mp_policy=policy,
+    )
+    accumulation = FsdpAccumulation([model])
+    accumulation.start_pack(3)
+    (unit,) = fsdp_units(model)
+    model(torch.ones(1, 1))
+    (parameter,) = fsdp_parameters(unit)
+    gathered = gathered_parameter(parameter)
+    assert gathered is not None
+    accumulation.before_backward(is_last=False)
+    # 256 + 1 + 1 is 256 in bfloat16. Second halves accumulate like this, without FSDP's hooks.
+    for index, gradient in enumerate((256.0, 1.0, 1.0)):
+        with torch.no_grad():
+            addend = torch.full((1, 1), gradient, dtype=torch.bfloat16)
+            gathered.grad = addend if gathered.grad is None else gathered.grad + addend
+        accumulation.after_split_backward(is_last=index == 2)
+    assert named_full_gradients(model)["weight"].item() == 2 * 258.0

@@ -1,6 +1,7 @@
 """How packs run: what is told, measured, refused and freed on the way. What comes out is in test_pipeline_parity.py."""
 
 import gc
+import logging
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -204,6 +205,30 @@ def test_each_action_of_a_recorded_step_is_measured_once(schedule: str):
 
 def without_receives(actions: list[ActionBase]) -> list[str]:
     return [text for text in map(str, actions) if "RECV" not in text]
+
+
+@pytest.mark.world_size(2)
+def test_an_empty_pack_on_one_rank_is_refused_by_all():
+    pipeline = build_pipeline("1f1b_1", 2, ScaleStage)
+    with pytest.raises(ValueError, match=r"different sizes: \[0, 4\] microbatches by pipeline rank"):
+        run(pipeline, [(4,)] * (4 * dist.get_rank()))
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("kind", ["inputs", "shared", None])
+def test_ranks_with_different_data_are_warned(kind: str | None):
+    executor = build_pipeline("1f1b_1", 2, ScaleStage).executor
+    warnings: list[str] = []
+    executor._logger = logging.getLogger(f"pipeline with other {kind}")
+    executor._logger.addFilter(lambda record: warnings.append(record.getMessage()) or False)
+    own = float(dist.get_rank())
+    inputs = (torch.full((4,), 1.0 + own * (kind == "inputs"), dtype=torch.float64),) * 2
+    shared = (torch.tensor(own * (kind == "shared")),) * 2
+    for _ in range(2):
+        executor.step(inputs, shared, lambda output, _: output.sum())
+    # Once, by the first rank.
+    assert len(warnings) == (kind is not None and dist.get_rank() == 0)
+    assert all("different inputs or shared data" in message for message in warnings)
 
 
 @pytest.mark.world_size(4)

@@ -5,9 +5,12 @@ from typing import Any, Literal
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from d9d.core.dist_context import DeviceMeshParameters
+from d9d.pipelining.actions import ForwardComputeAction
 from d9d.pipelining.api import PipelineStageInfo, StageBoundary
-from d9d.pipelining.failure import PipelineActionError, PipelinePeerError
+from d9d.pipelining.failure import FailureBoard, PipelineActionError, PipelinePeerError, naming_failed_peers
 from tests.harness.pipelines import Pipeline, ScaleStage, build_pipeline, numbered_inputs, told
 
 NOTICED_WITHIN_S = 10.0
@@ -182,3 +185,19 @@ def test_another_pipeline_of_the_same_ranks_lives_on():
     intact.executor.step(numbered_inputs([(4,)] * 3), (None,) * 3, lambda output, _: output.sum())
     (module,) = intact.modules.values()
     assert module.weight.grad == 4 * (1 + 2 + 3)
+
+
+@pytest.mark.world_size(2)
+def test_a_rank_that_is_through_hears_of_a_later_failure_from_its_next_collective():
+    context = DeviceMeshParameters(pipeline_parallel=2).build()
+    board = FailureBoard(context.pipeline_group, torch.device("cpu"))
+    with pytest.raises(RuntimeError, match=r"^another matter$"), naming_failed_peers(context):
+        raise RuntimeError("another matter")
+    dist.barrier()
+    if dist.get_rank() == 0:
+        board.report(ForwardComputeAction(0, 7), BoomError("too late"))
+    dist.barrier()
+    if dist.get_rank() == 1:
+        expected = r"a collective failed, because action 0F7 failed on pipeline rank 0 .*BoomError: too late"
+        with pytest.raises(PipelinePeerError, match=expected), naming_failed_peers(context):
+            raise RuntimeError("connection closed")

@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -103,3 +104,14 @@ def test_the_kind_of_a_boundary_has_no_shapes():
     assert BoundarySpec(Pair(TensorSpec((2, 3), torch.float32), 1)).kind != kind
     assert BoundarySpec((ROW, 1)).kind != kind
     assert len({kind, BoundarySpec(Pair(ROW, 1)).kind}) == 1
+
+
+def test_constants_that_do_not_equal_themselves_are_compared_by_identity():
+    nan = float("nan")
+    assert BoundarySpec((ROW, nan)).sendable_leaves(*flatten_output((torch.zeros(ROW.shape, dtype=ROW.dtype), nan)))
+
+
+def test_a_constant_that_cannot_be_compared_is_a_mismatch():
+    output = (torch.zeros(ROW.shape, dtype=ROW.dtype), np.arange(2))
+    with pytest.raises(ValueError, match="the stage produced something else"):
+        BoundarySpec((ROW, 1)).sendable_leaves(*flatten_output(output))

@@ -31,6 +31,12 @@ def test_a_pipeline_that_cannot_train_is_found_early(tmp_path):
         build_job(DeviceMeshParameters(pipeline_parallel=2), tmp_path, overrides=overrides)
 
 
+def test_a_timeline_after_the_last_step_is_found_early(tmp_path):
+    overrides = {"pipelining": {"timeline": {"path": str(tmp_path / "step.svg"), "step": 21}}}
+    with pytest.raises(ValueError, match=r"timeline\.step \(21\) is after the last step of the job \(20\)"):
+        build_job(DeviceMeshParameters(), tmp_path, overrides=overrides)
+
+
 def test_a_folder_that_cannot_be_written_to_is_found_early(tmp_path):
     (tmp_path / "file").write_text("")
     overrides = {"checkpointing": {"save_dir": str(tmp_path / "file" / "saved"), "period_steps": 1}}
