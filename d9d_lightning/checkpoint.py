@@ -1,6 +1,7 @@
 """Lightning checkpoints that do not depend on the mesh: plain files with full tensors."""
 
-from collections.abc import Callable, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -9,29 +10,77 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from d9d.core.placement import is_sharded, like_parameter, local_tensor, shard_of
+from d9d.core.dist_ops import all_gather_object
+from d9d.core.placement import like_parameter, local_tensor, shard_of
+from d9d_lightning.stage_checkpoint import full_tensor, merge_stages
+from d9d_lightning.stage_optimizers import (
+    StageCut,
+    check_optimizers,
+    named_groups,
+    part_of_optimizer,
+    whole_groups,
+)
+
+__all__ = [
+    "Checkpoint",
+    "StageCut",
+    "check_optimizers",
+    "error_of",
+    "gather_checkpoint",
+    "load_model_state",
+    "load_optimizer_states",
+    "shard_model_state",
+    "shard_optimizer_state",
+]
 
 Checkpoint = dict[str, Any]
 """Whatever Lightning, its callbacks and the user's hooks put there."""
 
 
 @torch.no_grad()
-def gather_checkpoint(checkpoint: Checkpoint, *, keep: bool) -> Checkpoint:
+def gather_checkpoint(
+    checkpoint: Checkpoint,
+    *,
+    keep: bool,
+    module: nn.Module | None = None,
+    optimizers: Sequence[Optimizer] = (),
+    cut: StageCut | None = None,
+) -> Checkpoint:
     """Return a checkpoint with each distributed tensor replaced by the full tensor on the host.
 
     One tensor at a time, in the order of the mapping. All ranks must call it with the same structure; it blocks the
-    host.
+    host. With pipeline stages, see also `merge_stages`: states of modules and optimizers come from all stages, everything
+    else from rank 0.
 
     Args:
         checkpoint: What Lightning has dumped, with tensors as they are on this rank.
-        keep: Whether this rank wants the result; others take part and get empty places.
+        keep: Whether this rank wants the result; others take part and get empty places. Rank 0 with pipeline stages.
+        module: The module that the optimizers belong to.
+        optimizers: Those in ``checkpoint["optimizer_states"]``.
+        cut: The whole module, if it is cut into pipeline stages.
     """
-    return apply_to_collection(checkpoint, DTensor, _full_on_host, keep=keep)
+    if cut is None:
+        return _gather(checkpoint, keep=keep)
+    has_optimizers = module is not None and "optimizer_states" in checkpoint
+    names = [named_groups(module, optimizer) for optimizer in optimizers] if has_optimizers else []
+    merged, entries = merge_stages(checkpoint, names, cut)
+    rest = _gather({entry: content for entry, content in checkpoint.items() if entry not in entries}, keep=keep)
+    ordered = dict.fromkeys([*checkpoint, *merged])
+    return {entry: merged[entry] if entry in merged else rest.get(entry) for entry in ordered}
+
+
+def _gather(checkpoint: Checkpoint, *, keep: bool) -> Checkpoint:
+    gathered = apply_to_collection(checkpoint, DTensor, _full_on_host, keep=keep)
+    for entry, content in checkpoint.items():
+        # Versions of modules, which torch keeps in an attribute of a state dict.
+        if isinstance(content, OrderedDict) and isinstance(gathered[entry], OrderedDict):
+            vars(gathered[entry]).update(vars(content))
+    return gathered
 
 
 def _full_on_host(tensor: DTensor, *, keep: bool) -> torch.Tensor | None:
-    full = tensor.full_tensor() if is_sharded(tensor) else local_tensor(tensor)
-    return full.detach().cpu() if keep else None
+    full = full_tensor(tensor)
+    return full.cpu() if keep else None
 
 
 def error_of(save: Callable[[], None]) -> Exception | None:
@@ -43,13 +92,17 @@ def error_of(save: Callable[[], None]) -> Exception | None:
     return None
 
 
-def shard_model_state(state_dict: Mapping[str, torch.Tensor], module: nn.Module) -> dict[str, torch.Tensor]:
+def shard_model_state(state_dict: Mapping[str, torch.Tensor], module: nn.Module) -> OrderedDict[str, torch.Tensor]:
     """Return a state dict whose full tensors are cut to what this rank holds of a module. No communication.
 
     A tensor whose shape does not fit stays as it is, for ``load_state_dict`` to complain about.
     """
     targets = module.state_dict()
-    return {name: _shard_like(tensor, targets.get(name)) for name, tensor in state_dict.items()}
+    sharded = OrderedDict((name, _shard_like(tensor, targets.get(name))) for name, tensor in state_dict.items())
+    if isinstance(state_dict, OrderedDict):
+        # Versions of modules, which torch keeps in an attribute.
+        vars(sharded).update(vars(state_dict))
+    return sharded
 
 
 def shard_optimizer_state(state_dict: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:
@@ -79,3 +132,82 @@ def _shard_like(value: Any, target: torch.Tensor | None) -> Any:  # noqa: ANN401
     if value.shape != target.shape:
         return value
     return like_parameter(shard_of(value, target).to(local_tensor(target).device, copy=True), target)
+
+
+def load_model_state(
+    module: nn.Module, state_dict: Mapping[str, torch.Tensor], *, strict: bool, cut: StageCut | None = None
+) -> None:
+    """Load a state dict of full tensors into what this rank holds of a module.
+
+    Without a cut there is no communication. With one, all ranks of the pipeline must call it: a key is missing if the
+    whole module has it, and unexpected if no rank knows it.
+
+    Args:
+        module: The module, or the part of it that this rank has.
+        state_dict: Of the whole module.
+        strict: Whether missing and unexpected keys are errors.
+        cut: The whole module, if it is cut into pipeline stages.
+
+    Raises:
+        RuntimeError: As by ``load_state_dict``; with a cut, on all ranks of the pipeline.
+    """
+    sharded = shard_model_state(state_dict, module)
+    if cut is None:
+        module.load_state_dict(sharded, strict=strict)
+        return
+    for name in set(cut.state_names).difference(module.state_dict()):
+        sharded.pop(name, None)
+    missing: list[str] = []
+    unexpected: list[str] = []
+
+    def load() -> None:
+        # None where a user's own load_state_dict returns nothing.
+        keys = module.load_state_dict(sharded, strict=False) or ((), ())
+        missing.extend(keys[0])
+        unexpected.extend(keys[1])
+
+    failure = error_of(load)
+    reports = all_gather_object((missing, unexpected, None if failure is None else str(failure)), cut.group)
+    texts = list(dict.fromkeys(text for _, _, text in reports if text is not None))
+    if strict:
+        all_missing = {name for names, _, _ in reports for name in names}
+        all_unexpected = set(reports[0][1]).intersection(*(names for _, names, _ in reports))
+        texts += [
+            f"{kind} key(s) in state_dict: {', '.join(map(repr, sorted(names)))}."
+            for kind, names in (("Missing", all_missing), ("Unexpected", all_unexpected))
+            if names
+        ]
+    if texts:
+        lines = "\n\t".join(texts)
+        raise RuntimeError(f"Error(s) in loading state_dict for {type(module).__name__}:\n\t{lines}") from failure
+
+
+def load_optimizer_states(
+    states: Sequence[Mapping[str, Any]],
+    optimizers: Sequence[Optimizer],
+    *,
+    module: nn.Module,
+    cut: StageCut | None = None,
+) -> None:
+    """Load the states of whole optimizers, with full tensors, into what this rank has of them.
+
+    Without a cut there is no communication. With one, all ranks of the pipeline must call it.
+
+    Args:
+        states: State dicts, one for each optimizer.
+        optimizers: Optimizers of the module.
+        module: Gives parameters their names.
+        cut: The whole module, if it is cut into pipeline stages.
+
+    Raises:
+        ValueError: If the file has other numbers of groups or parameters.
+    """
+    if cut is not None:
+        own = [named_groups(module, optimizer) for optimizer in optimizers]
+        whole = whole_groups(own, cut)
+        states = [
+            part_of_optimizer(state, own[number], whole[number], number)
+            for number, state in enumerate(states[: len(own)])
+        ]
+    for optimizer, state in zip(optimizers, states, strict=False):
+        optimizer.load_state_dict(shard_optimizer_state(state, optimizer))

@@ -13,9 +13,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from d9d.core.placement import compute_leaf, groups_where, like_parameter, local_tensor, trainable
+from d9d.core.placement import compute_leaf, like_parameter, local_tensor, trainable
 from d9d.internals.fsdp_accumulation import FsdpAccumulation
-from d9d.internals.grad_sync import GradientSynchronizer
+from d9d.internals.grad_sync import GradientSynchronizer, groups_to_sum
 
 
 class OptimizerGradients:
@@ -61,7 +61,7 @@ class OptimizerGradients:
         self._inverse_dp_size = torch.tensor(
             1.0 / dp_size, dtype=torch.float64 if is_double else torch.float32, device=device
         )
-        self._restored = _by_restoring_factor(self._parameters, dp_size)
+        self._restored = _by_restoring_factor(self._parameters, data_groups)
         self._is_averaged = False
 
     @property
@@ -264,12 +264,15 @@ def _parameters_by_optimizer(module: nn.Module, optimizers: Sequence[Optimizer])
     return lists
 
 
-def _by_restoring_factor(parameters: Sequence[nn.Parameter], dp_size: int) -> dict[float, list[nn.Parameter]]:
+def _by_restoring_factor(
+    parameters: Sequence[nn.Parameter], data_groups: tuple[dist.ProcessGroup, ...]
+) -> dict[float, list[nn.Parameter]]:
+    dp_size = math.prod(group.size() for group in data_groups)
     factors: dict[float, list[nn.Parameter]] = {}
     for parameter in parameters:
         if not isinstance(parameter, DTensor):
             continue
-        num_summed = math.prod(group.size() for group in groups_where(parameter, replicated=True))
+        num_summed = math.prod(group.size() for group in groups_to_sum(parameter, data_groups))
         if num_summed != dp_size:
             factors.setdefault(dp_size / num_summed, []).append(parameter)
     return factors

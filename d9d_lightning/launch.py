@@ -1,4 +1,4 @@
-"""Which processes a job runs on: how they start, whether they fit the mesh, and how they find each other."""
+"""Which processes a job runs on: how they start, and how they find each other."""
 # Lightning's launchers are its own, and the only ones its trainer knows
 # pyright: reportPrivateUsage=false
 
@@ -7,35 +7,28 @@ import logging
 import os
 import weakref
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
-from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.strategies.launchers.subprocess_script import _launch_process_observer
 from lightning.fabric.utilities.imports import _IS_INTERACTIVE
 from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from typing_extensions import override
 
 from d9d.core.dist_context import DeviceMeshParameters, DistributedContext
 from d9d.core.parent_watch import ends_with_parent
+from d9d_lightning.config_check import LauncherName, starts_elsewhere
+from d9d_lightning.process_launcher import ProcessLauncher
 
 T = TypeVar("T")
 
 _LAUNCHER_PID = "D9D_LAUNCHER_PID"
 """Environment variable that tells the started processes who started them."""
-
-_LATER_DEGREES = (
-    "pipeline_parallel",
-    "context_parallel_replicate",
-    "context_parallel_shard",
-    "tensor_parallel",
-    "expert_parallel",
-)
-"""Degrees that the engine knows and this strategy does not drive yet."""
 
 _CONTEXTS: weakref.WeakValueDictionary[tuple[DeviceMeshParameters, torch.device], DistributedContext] = (
     weakref.WeakValueDictionary()
@@ -68,66 +61,29 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         return function(*args, **kwargs)
 
 
-def check_degrees(params: DeviceMeshParameters) -> None:
-    """Refuse parallelism that this release of the strategy does not drive.
-
-    Raises:
-        NotImplementedError: With all degrees in question.
-    """
-    degrees = params.model_dump()
-    refused = [f"{name} ({degrees[name]})" for name in _LATER_DEGREES if degrees[name] > 1]
-    if refused:
-        raise NotImplementedError(
-            f"D9DStrategy does not support {', '.join(refused)} yet: it comes with a later release. "
-            f"Set it to 1, and use data_parallel_replicate and data_parallel_shard."
-        )
-
-
-def check_processes(
-    params: DeviceMeshParameters, num_devices: int, num_nodes: int, environment: ClusterEnvironment
-) -> None:
-    """Refuse a Trainer whose number of processes fits neither the mesh nor the launcher. Needs no process group.
-
-    Raises:
-        ValueError: With the numbers and how to mend them.
-    """
-    num_processes = num_devices * num_nodes
-    if environment.creates_processes_externally and not isinstance(environment, LightningEnvironment):
-        launched = environment.world_size()
-        if launched != num_processes:
-            raise ValueError(
-                f"{type(environment).__name__} says that {launched} processes were started, but "
-                f"Trainer(devices={num_devices}, num_nodes={num_nodes}) asks for {num_processes}. "
-                f"Set devices to the number of processes per node ({launched} / num_nodes), "
-                f"or start {num_processes} processes (torchrun --nproc-per-node {num_devices})."
-            )
-    if params.world_size != num_processes:
-        degrees = " x ".join(f"{name} {degree}" for name, degree in params.model_dump().items() if degree > 1)
-        chosen = "data_parallel_replicate" if params.has_data_parallel_replicate else "data_parallel_shard"
-        example = {chosen: num_processes} if num_processes > 1 else {}
-        raise ValueError(
-            f"The mesh needs {params.world_size} processes ({degrees or 'all degrees are 1'}), but "
-            f"Trainer(devices={num_devices}, num_nodes={num_nodes}) runs {num_processes}. "
-            f"Set devices={params.world_size // num_nodes}, or a mesh of {num_processes}, e.g. mesh={example}."
-        )
-
-
-def build_launcher(environment: ClusterEnvironment, num_devices: int, num_nodes: int) -> _Launcher | None:
+def build_launcher(
+    strategy: ParallelStrategy,
+    name: LauncherName | None,
+    num_devices: int,
+    num_nodes: int,
+    collect_weights: Callable[[], dict[str, Any]],
+) -> _Launcher | None:
     """Return what starts the other processes, or None where they exist already or are not needed.
 
-    Raises:
-        NotImplementedError: In a notebook, which cannot be run again as a script.
+    Args:
+        strategy: Knows who starts processes otherwise.
+        name: As the user has said it. None: "fork" in a notebook, which cannot be run again as a script, and "script".
+        num_devices: Number of processes on each machine.
+        num_nodes: Number of machines.
+        collect_weights: Returns the state dict of the whole module on rank 0, when all ranks call it.
     """
-    if num_devices * num_nodes == 1 or (
-        environment.creates_processes_externally and not isinstance(environment, LightningEnvironment)
-    ):
+    environment = strategy.cluster_environment
+    if environment is None or num_devices * num_nodes == 1 or starts_elsewhere(environment):
         return None
-    if _IS_INTERACTIVE:
-        raise NotImplementedError(
-            f"D9DStrategy cannot start {num_devices} processes from a notebook yet: it comes with a later release. "
-            f"Write the job to a script, or set devices=1."
-        )
-    return ScriptLauncher(environment, num_devices, num_nodes)
+    name = name or ("fork" if _IS_INTERACTIVE else "script")
+    if name == "script":
+        return ScriptLauncher(environment, num_devices, num_nodes)
+    return ProcessLauncher(strategy, name, num_devices, collect_weights)
 
 
 def join_job(
@@ -156,10 +112,9 @@ def join_job(
     return context
 
 
-def active_data_group() -> dist.ProcessGroup | None:
-    """Return the data-parallel group of the Trainer that ran last in this process; None if it ran on one rank."""
-    context = _ACTIVE.get("job")
-    return None if context is None else context.data_group
+def active_context() -> DistributedContext | None:
+    """Return the context of the Trainer that ran last in this process; None if it ran on one rank."""
+    return _ACTIVE.get("job")
 
 
 def leave_job() -> None:

@@ -1,64 +1,135 @@
 """torchmetrics under a mesh: states are gathered over the ranks that hold different data, and over no others."""
+# Lightning's results and torchmetrics' counters have no public names
+# pyright: reportPrivateUsage=false
 
-import torch
-import torch.distributed as dist
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from lightning.pytorch import LightningModule
+from lightning.pytorch.trainer.connectors.logger_connector.result import _METRICS, _ResultCollection
 from torch import nn
-from torchmetrics import Metric
+from torchmetrics import Metric, MetricCollection
+from torchmetrics.metric import CompositionalMetric
+from torchmetrics.wrappers.abstract import WrapperMetric
 
-from d9d.core.dist_ops import all_gather, all_gather_variadic_shape
-from d9d_lightning.launch import active_data_group
+from d9d_lightning.metric_domains import DOMAINS, MetricDomain, MetricDomains, active_domains
+from d9d_lightning.metric_sync import PackedCompute, StateSync, synced_together
 
-_DTYPES = (
-    torch.float32,
-    torch.float64,
-    torch.float16,
-    torch.bfloat16,
-    torch.int64,
-    torch.int32,
-    torch.int16,
-    torch.int8,
-    torch.uint8,
-    torch.bool,
-    torch.complex64,
-    torch.complex128,
-)
-"""Types of metric states, in the order of the codes that ranks exchange."""
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+__all__ = ["MetricDomain", "MetricDomains", "install_metric_sync", "sync_over", "synced_together"]
+
+_STEPS = ("training_step", "validation_step", "test_step")
+"""Hooks whose keys are complete when an epoch ends."""
 
 
 def install_metric_sync(module: nn.Module) -> None:
-    """Let every metric below a module gather over the data-parallel group, unless it says how itself.
+    """Let every metric below a module use the mesh, unless it says itself how to gather. No communication.
 
-    Not by ``process_group``: a metric that holds one cannot be cloned, copied or pickled.
+    Needed again for metrics made since; cheap enough for every epoch. With the module of a running Trainer, metrics
+    that were logged in steps exchange their states at once when an epoch ends.
     """
-    for child in module.modules():
-        if isinstance(child, Metric) and child.dist_sync_fn is None and child.process_group is None:
-            child.dist_sync_fn = gather_metric_state
+    _install_below(module, "")
+    if isinstance(module, LightningModule) and module._trainer is not None:
+        for results in _results_of(module.trainer):
+            vars(results).setdefault("metrics", _EpochMetrics(results))
 
 
-def gather_metric_state(state: torch.Tensor, group: dist.ProcessGroup | None = None) -> list[torch.Tensor]:
-    """Return the state of each data-parallel rank, in rank order. All of them must call it.
+def sync_over(metric: nn.Module, domain: MetricDomain) -> None:
+    """Choose the ranks that a metric is gathered over; the default is "data". Goes with it into copies and pickles.
 
-    Sizes and numbers of dimensions may differ. A rank that has seen no data contributes an empty state, which takes
-    type and dimensions of the others.
+    All ranks must choose alike. Without a mesh it has no effect.
 
     Args:
-        state: State of this rank, which keeps its place in the autograd graph.
-        group: Overrides the data-parallel group of the running Trainer.
+        metric: A metric; of a collection, a wrapper or any other module, all metrics below it.
+        domain: See `MetricDomain`.
+
+    Raises:
+        ValueError: For an unknown domain, if there is no metric, or if one has a ``process_group`` or
+            ``dist_sync_fn`` of its own.
     """
-    group = group or active_data_group() or dist.group.WORLD
-    if group is None:
-        return [state]
-    own = torch.tensor([state.numel(), _DTYPES.index(state.dtype)], device=state.device)
-    headers = torch.stack(all_gather(own, group)).tolist()
-    filled = [rank for rank, (numel, _) in enumerate(headers) if numel]
-    if not filled:
-        return [state] * len(headers)
-    dtype = _DTYPES[headers[filled[0]][1]]
-    states = all_gather_variadic_shape(state if state.numel() else state.to(dtype), group)
-    reference = states[filled[0]]
-    for rank, gathered in enumerate(states):
-        if not gathered.numel() and gathered.ndim != reference.ndim:
-            states[rank] = reference.new_empty((0, *reference.shape[1:]))
-    if state.numel():
-        states[group.rank()] = state
-    return states
+    if domain not in DOMAINS:
+        raise ValueError(f"the domain {domain!r} is unknown. Valid: {', '.join(map(repr, DOMAINS))}.")
+    metrics = [child for child in metric.modules() if isinstance(child, Metric) and _has_states_to_sync(child)]
+    if not metrics:
+        raise ValueError(f"there is no torchmetrics.Metric in {type(metric).__name__}.")
+    for child in metrics:
+        if not _leaves_sync_to_us(child):
+            raise ValueError(
+                f"{type(child).__name__} has a process_group or dist_sync_fn of its own, which decides where it is "
+                f"gathered. Leave it out, or do without sync_over."
+            )
+    for child in metrics:
+        _sync_of(child, None).domain = domain
+
+
+def _install_below(module: nn.Module, prefix: str) -> None:
+    domains = active_domains()
+    for name, child in module.named_modules(prefix=prefix):
+        if isinstance(child, MetricCollection):
+            if "compute" not in vars(child):
+                PackedCompute(child).install()
+        elif isinstance(child, Metric) and _has_states_to_sync(child) and _leaves_sync_to_us(child):
+            _sync_of(child, name)
+            # A value that only some ranks keep, because others have been updated since, would keep them out of the
+            # exchange of the next `compute`.
+            child.compute_with_cache = False
+            child._computed = None
+            if domains is not None and not domains.updates_metrics:
+                # torchmetrics would warn that nothing has been seen.
+                child._update_count = max(child._update_count, 1)
+
+
+def _has_states_to_sync(metric: Metric) -> bool:
+    # These only call the metrics that they hold.
+    return not isinstance(metric, (CompositionalMetric, WrapperMetric))
+
+
+def _leaves_sync_to_us(metric: Metric) -> bool:
+    return metric.dist_sync_fn is None and metric.process_group is None
+
+
+def _sync_of(metric: Metric, name: str | None) -> StateSync:
+    sync = StateSync.of(metric)
+    if sync is None:
+        sync = StateSync(metric)
+        sync.install()
+    if name and sync.name is None:
+        sync.name = name
+    return sync
+
+
+def _results_of(trainer: "Trainer") -> Iterator[_ResultCollection]:
+    epoch_loop = trainer.fit_loop.epoch_loop
+    yield epoch_loop._results
+    for loop in (epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
+        yield loop._results
+
+
+class _EpochMetrics:
+    """Stands for ``metrics`` of Lightning's results, and exchanges the states of all that it computes at once.
+
+    [Note: which logged metrics go together]
+    Progress bars read the results on rank 0 alone, before the hooks at the end of an epoch may log further metrics. So
+    those that were logged in steps go together: they are the same whenever a rank reads them. Others follow one by one.
+    """
+
+    def __init__(self, results: _ResultCollection) -> None:
+        self._results = results
+
+    def __call__(self, on_step: bool) -> _METRICS:
+        together = contextlib.nullcontext() if on_step else synced_together(self._pending())
+        with together:
+            return type(self._results).metrics(self._results, on_step)
+
+    def _pending(self) -> list[Metric]:
+        pending: list[Metric] = []
+        for _, item in self._results.valid_items():
+            is_step = item.meta.fx.split(".")[0] in _STEPS
+            if is_step and item.meta.on_epoch and not item.is_tensor and item._computed is None:
+                # Made in a step, perhaps, and not seen since.
+                _install_below(item.value, item.meta.metric_attribute or "")
+                pending.append(item.value)
+        return pending

@@ -5,14 +5,16 @@ import os
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
-from lightning.pytorch.plugins import LayerSync
+from lightning.pytorch.plugins import LayerSync, TorchSyncBatchNorm
 from lightning.pytorch.plugins.precision import Precision
 from torch import nn
 from torchmetrics import Metric
 
-from d9d.core.dist_context import DistributedContext
+from d9d.core.dist_context import DENSE_DOMAIN, DistributedContext
 from d9d.internals.materialize import materialize_module
-from d9d_lightning.parallelize import ParallelPlan, broadcast_packed, broadcast_values, parallelize_module
+from d9d_lightning.parallelize import broadcast_packed, broadcast_values, parallelize_module
+from d9d_lightning.pipeline_cut import Pipeline, PipelineOptions, cut_module
+from d9d_lightning.plan import ParallelPlan, resolve_plan
 
 
 def set_up_module(
@@ -22,11 +24,13 @@ def set_up_module(
     plan: ParallelPlan,
     precision: Precision,
     layer_sync: LayerSync | None,
+    pipeline_options: PipelineOptions | None,
 ) -> None:
-    """Move, equalise and distribute a module that no run has used yet. All ranks must call it.
+    """Cut, move, equalise and distribute a module that no run has used yet. All ranks must call it.
 
-    Values are those of rank 0, so that modules need not be seeded alike. A module that ``configure_model`` has left on
-    the meta device is distributed first, and then initialised by its ``reset_parameters``; a checkpoint is loaded later.
+    Values are those of rank 0, so that modules need not be seeded alike; those of a pipeline stage are the ones of its
+    first replica. A module that ``configure_model`` has left on the meta device is distributed first, and then initialised
+    by its ``reset_parameters``; a checkpoint is loaded later.
 
     Args:
         module: The module as the user has built it.
@@ -35,20 +39,50 @@ def set_up_module(
         plan: How to distribute it.
         precision: Converts the module.
         layer_sync: Converts batch norms, for ``sync_batchnorm``; None leaves them.
+        pipeline_options: How to cut it into stages; None leaves it whole.
     """
     if layer_sync is not None and context is not None:
-        # Over the default group, which is the data-parallel one as long as there is no other parallelism.
-        layer_sync.apply(module)
+        _sync_batch_norms(module, layer_sync, context)
     precision.convert_module(module)
+    resolved = (
+        None if callable(plan.parallelize) or context is None else resolve_plan(module, plan, context.mesh_params)
+    )
+    pipeline = None
+    if pipeline_options is not None and context is not None:
+        pipeline = cut_module(module, context, pipeline_options)
     is_meta = is_on_meta(module)
     if not is_meta:
         module.to(device)
-    group = None if context is None else context.data_group
-    if context is not None and group is not None:
-        broadcast_values([*module.parameters(), *module.buffers()], group)
-        parallelize_module(module, context, plan)
+    if context is not None:
+        if pipeline is None:
+            broadcast_values([*module.parameters(), *module.buffers()], dist.group.WORLD)
+        else:
+            _equalise_stages(module, pipeline, context)
+        roots = None if pipeline is None else pipeline.stages
+        parallelize_module(module, context, plan, resolved=resolved, roots=roots)
     if is_meta:
+        group = None if context is None else context.replica_group
         materialize_module(module, device, int(os.environ.get("PL_GLOBAL_SEED", "0")), group=group)
+
+
+def _equalise_stages(module: nn.Module, pipeline: Pipeline, context: DistributedContext) -> None:
+    """Give equal values to the replicas of each stage, and to what is outside of the stages on all ranks."""
+    inside = [tensor for stage in pipeline.stages for tensor in (*stage.parameters(), *stage.buffers())]
+    own = {id(tensor) for tensor in inside}
+    outside = [tensor for tensor in (*module.parameters(), *module.buffers()) if id(tensor) not in own]
+    broadcast_values(outside, dist.group.WORLD)
+    for group in (context.replica_group, context.mesh_for(DENSE_DOMAIN).get_group("tp")):
+        if group is not None:
+            broadcast_values(inside, group)
+
+
+def _sync_batch_norms(module: LightningModule, layer_sync: LayerSync, context: DistributedContext) -> None:
+    """Let batch norms see the batches of all data-parallel ranks, and each of them once."""
+    if isinstance(layer_sync, TorchSyncBatchNorm) and context.mesh_params.data_ranks < context.world_size:
+        # Lightning's own call takes all ranks, and so do layers without a group.
+        nn.SyncBatchNorm.convert_sync_batchnorm(module, context.replica_group)
+    else:
+        layer_sync.apply(module)
 
 
 def is_on_meta(module: nn.Module) -> bool:

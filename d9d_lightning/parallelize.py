@@ -2,13 +2,10 @@
 # how modules and FSDP hold their parameters
 # pyright: reportPrivateUsage=false
 
-import dataclasses
-import difflib
-import fnmatch
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal, cast
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -20,29 +17,16 @@ from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
 from d9d.core.dist_context import DENSE_DOMAIN, DistributedContext
-from d9d.core.fsdp_internals import fsdp_parameters, gathered_parameter
+from d9d.core.fsdp_internals import fsdp_parameters, fsdp_units, gathered_parameter
 from d9d.module.parallelism.api import parallelize_hsdp
-from d9d.module.parallelism.units import repeated_blocks, wrap_by_size
-
-Placement = Literal["replicate", "shard", "hsdp"]
-Parallelize = Callable[[nn.Module, DistributedContext], None] | Mapping[str, Placement] | None
-"""How to distribute a module: a function, placements by name pattern, or None for the default."""
+from d9d.module.parallelism.tensor import align_gradients
+from d9d_lightning.plan import Choice, ParallelPlan, ResolvedPlan, resolve_plan
+from d9d_lightning.tensor_parallel import split_layers
 
 _SHARD_DIM = "dp_cp_shard"
 _DATA_DIMS = ("dp_replicate", _SHARD_DIM, "cp_replicate")
+_TENSOR_DIM = "tp"
 _STEP_METHODS = ("training_step", "validation_step", "test_step", "predict_step")
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class ParallelPlan:
-    """How to distribute a module, as the user has said it."""
-
-    parallelize: Parallelize
-    """See `Parallelize`."""
-    min_unit_params: int
-    """Smallest FSDP unit of the default plan where no block repeats, in parameters."""
-    fsdp_kwargs: Mapping[str, Any]  # torch's own arguments, passed through
-    """``mp_policy`` and ``reshard_after_forward`` of ``fully_shard``."""
 
 
 _DISTRIBUTED: weakref.WeakKeyDictionary[nn.Module, DistributedContext] = weakref.WeakKeyDictionary()
@@ -72,29 +56,46 @@ def is_parallelized(module: nn.Module, context: DistributedContext | None) -> bo
     return known is not None
 
 
-def parallelize_module(module: LightningModule, context: DistributedContext, plan: ParallelPlan) -> None:
+def parallelize_module(
+    module: LightningModule,
+    context: DistributedContext,
+    plan: ParallelPlan,
+    *,
+    resolved: ResolvedPlan | None = None,
+    roots: Sequence[nn.Module] | None = None,
+) -> None:
     """Distribute a LightningModule by a plan, in place.
 
     [Note: replicated parameters stay plain]
-    What is not sharded stays a plain tensor, as under DDP, and its gradients are summed over all data-parallel ranks. So
-    code that computes with ``self.parameters()``, assigns gradients or data, hangs hooks on parameters or copies the
-    module works as it does there. A function that calls `parallelize_replicate` itself gets DTensors.
+    What is neither sharded nor split stays a plain tensor, as under DDP, and its gradients are summed over all
+    data-parallel ranks. So code that computes with ``self.parameters()``, assigns gradients or data, hangs hooks on
+    parameters or copies the module works as it does there. A function that calls `parallelize_replicate` itself gets
+    DTensors.
 
     Args:
         module: On its device with the same values on all ranks, or on the meta device.
         context: Ranks of the job.
         plan: What goes where.
+        resolved: What `resolve_plan` has found before the module was cut into stages. Submodules that have been
+            exchanged since are left alone. None: the module is whole.
+        roots: The stages of a module that was cut. Each is sharded by itself, and what is outside of them is
+            replicated. None: the LightningModule is the only root.
 
     Raises:
-        ValueError: If a pattern matches no submodule, or a placement is unknown.
+        ValueError: With all that is wrong with the plan.
     """
-    mesh = context.mesh_for(DENSE_DOMAIN)[_DATA_DIMS]
-    if plan.parallelize is None:
-        _apply_default(module, mesh, plan)
-    elif isinstance(plan.parallelize, Mapping):
-        _apply_patterns(module, mesh, plan.parallelize, plan.fsdp_kwargs)
-    else:
+    if callable(plan.parallelize):
         plan.parallelize(module, context)
+        align_gradients(parameter for parameter in module.parameters() if parameter not in _managed_by_fsdp(module))
+    else:
+        resolved = resolved or resolve_plan(module, plan, context.mesh_params)
+        present = {id(child) for child in module.modules()}
+        splits = [choice for choice in resolved.splits.values() if id(choice.module) in present]
+        split_layers(module, splits, context.mesh_for(DENSE_DOMAIN)[_TENSOR_DIM])
+        if roots is not None:
+            _refuse_shards_outside(module, roots, resolved)
+        for root in [module] if roots is None else roots:
+            _shard(root, context, plan, resolved)
     if isinstance(module, FSDPModule):
         _register_steps(module)
     _keep_class_names(module)
@@ -108,19 +109,45 @@ def data_parallel_groups(context: DistributedContext) -> tuple[dist.ProcessGroup
     return tuple(mesh.get_group(dim) for dim in reversed(range(mesh.ndim)) if mesh.size(dim) > 1)
 
 
-def _apply_default(module: nn.Module, mesh: DeviceMesh, plan: ParallelPlan) -> None:
-    """Shard each repeated block, or each part of some size, and what is left as the root."""
-    if not _has_shards(mesh):
+def _data_mesh(context: DistributedContext) -> DeviceMesh:
+    """Return the mesh that layouts are recorded on: the data dimensions, and that of split layers where there are any."""
+    dims = (*_DATA_DIMS, _TENSOR_DIM) if context.mesh_params.has_tensor_parallel else _DATA_DIMS
+    return context.mesh_for(DENSE_DOMAIN)[dims]
+
+
+def _shard(root: nn.Module, context: DistributedContext, plan: ParallelPlan, resolved: ResolvedPlan) -> None:
+    """Shard what a plan says of a root and of what is below it."""
+    mesh = _data_mesh(context)
+    if mesh.size(_DATA_DIMS.index(_SHARD_DIM)) == 1:
         return
-    units = repeated_blocks(module) or wrap_by_size(module, plan.min_unit_params)
-    for unit in _without_shared_parameters(module, units):
+    if resolved.placements is None:
+        _shard_blocks(root, mesh, plan, resolved)
+    else:
+        _shard_chosen(root, mesh, resolved.placements, plan.fsdp_kwargs)
+
+
+def _shard_blocks(root: nn.Module, mesh: DeviceMesh, plan: ParallelPlan, resolved: ResolvedPlan) -> None:
+    """Shard each repeated block, or each part of some size, and what is left as the root."""
+    below = {child for child in root.modules() if child is not root}
+    units = [block for block in resolved.units if block in below]
+    for unit in _without_shared_parameters(root, units):
         if any(True for _ in unit.parameters()):
             parallelize_hsdp(unit, mesh, _SHARD_DIM, **plan.fsdp_kwargs)
-    _shard_root(module, mesh, plan.fsdp_kwargs)
+    _shard_root(root, mesh, plan.fsdp_kwargs)
 
 
-def _has_shards(mesh: DeviceMesh) -> bool:
-    return mesh.size(_DATA_DIMS.index(_SHARD_DIM)) > 1
+def _refuse_shards_outside(module: nn.Module, roots: Sequence[nn.Module], resolved: ResolvedPlan) -> None:
+    """Refuse to shard what all stages have: FSDP would gather it in calls that some of them leave early."""
+    inside = {parameter for root in roots for parameter in root.parameters()}
+    present = set(module.modules())
+    problems = [
+        f"{choice.pattern!r} shards {name!r}, which is outside of the pipelined module. What is outside is replicated"
+        for name, choice in (resolved.placements or {}).items()
+        if choice.value != "replicate" and choice.module in present
+        if (parameters := set(choice.module.parameters())) and not parameters & inside
+    ]
+    if problems:
+        raise ValueError(f"parallelize: {'. '.join(problems)}.")
 
 
 def _shard_root(module: nn.Module, mesh: DeviceMesh, fsdp_kwargs: Mapping[str, Any]) -> None:
@@ -147,50 +174,28 @@ def _slots(module: nn.Module) -> Iterator[tuple[nn.Module, nn.Parameter]]:
                 yield owner, parameter
 
 
-def _apply_patterns(
-    module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, Placement], fsdp_kwargs: Mapping[str, Any]
+def _shard_chosen(
+    root: nn.Module, mesh: DeviceMesh, placements: Mapping[str, Choice], fsdp_kwargs: Mapping[str, Any]
 ) -> None:
-    """Distribute the submodules that patterns name, inner ones first; the first pattern that matches a name counts."""
-    names = dict(module.named_modules())
-    matches = {pattern: [name for name in names if _matches(name, pattern)] for pattern in plan}
-    _check_patterns(plan, matches, list(names))
-    chosen: dict[str, Placement] = {}
-    for pattern, matched in matches.items():
-        for name in matched:
-            chosen.setdefault(name, plan[pattern])
-    if not _has_shards(mesh):
-        return
-    by_depth = sorted(chosen, key=lambda name: name.count(".") + bool(name))
-    placements: dict[nn.Parameter, Placement] = {}
-    for name in by_depth:
-        placements.update(dict.fromkeys(names[name].parameters(), chosen[name]))
-    kept = {parameter for parameter in module.parameters() if placements.get(parameter, "replicate") == "replicate"}
+    """Shard the submodules that a plan names, inner ones first. Of what contains a parameter the innermost name counts."""
+    by_depth = [placements[name] for name in sorted(placements, key=lambda name: name.count(".") + bool(name))]
+    innermost: dict[nn.Parameter, object] = {}
+    for choice in by_depth:
+        innermost.update(dict.fromkeys(choice.module.parameters(), choice.value))
+    kept = {parameter for parameter in root.parameters() if innermost.get(parameter, "replicate") == "replicate"}
+    is_sharded = any(parameter not in kept for parameter in root.parameters())
     kwargs = {**fsdp_kwargs, "ignored_params": kept}
-    sharded = [name for name in reversed(by_depth) if chosen[name] != "replicate"]
-    for name in sharded:
-        parallelize_hsdp(names[name], mesh, _SHARD_DIM, **kwargs)
-    if sharded and "" not in chosen:
+    below = set(root.modules())
+    units = [choice.module for choice in reversed(by_depth) if choice.value != "replicate" and choice.module in below]
+    for unit in dict.fromkeys(units):
+        parallelize_hsdp(unit, mesh, _SHARD_DIM, **kwargs)
+    if is_sharded and root not in units:
         # FSDP wants one root above its units, which also lets them prefetch.
-        _shard_root(module, mesh, kwargs)
+        _shard_root(root, mesh, kwargs)
 
 
-def _matches(name: str, pattern: str) -> bool:
-    """Match a dotted name part by part, so that ``blocks.*`` is each block, but nothing inside of it."""
-    parts, patterns = name.split("."), pattern.split(".")
-    return len(parts) == len(patterns) and all(map(fnmatch.fnmatchcase, parts, patterns))
-
-
-def _check_patterns(plan: Mapping[str, Placement], matches: Mapping[str, list[str]], names: list[str]) -> None:
-    problems: list[str] = []
-    for pattern, placement in plan.items():
-        if placement not in ("replicate", "shard", "hsdp"):
-            problems.append(f"{pattern!r}: unknown placement {placement!r}, valid are replicate, shard and hsdp")
-        if not matches[pattern]:
-            near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.3)
-            hint = f"; the nearest are {', '.join(map(repr, near))}" if near else ""
-            problems.append(f"{pattern!r} matches no submodule{hint}")
-    if problems:
-        raise ValueError(f"parallelize: {'. '.join(problems)}.")
+def _managed_by_fsdp(module: nn.Module) -> set[nn.Parameter]:
+    return {parameter.sharded_param for unit in fsdp_units(module) for parameter in fsdp_parameters(unit)}
 
 
 def _register_steps(module: FSDPModule) -> None:
@@ -281,15 +286,15 @@ def broadcast_values(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> N
 
 
 @torch.no_grad()
-def broadcast_packed(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> None:
-    """Do what `broadcast_values` does with one collective per dtype, for many small tensors."""
+def broadcast_packed(tensors: list[torch.Tensor], group: dist.ProcessGroup, source: int = 0) -> None:
+    """Do what `broadcast_values` does with one collective per dtype, for many small tensors, from any rank of the group."""
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
     for tensor in tensors:
         if not isinstance(tensor, DTensor):
             by_dtype.setdefault(tensor.dtype, []).append(tensor)
     for members in by_dtype.values():
         packed = torch.cat([tensor.reshape(-1) for tensor in members])
-        dist.broadcast(packed, group=group, group_src=0)
+        dist.broadcast(packed, group=group, group_src=source)
         parts = packed.split([tensor.numel() for tensor in members])
         for part, tensor in zip(parts, members, strict=True):
             tensor.copy_(part.view_as(tensor))

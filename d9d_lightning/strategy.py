@@ -2,10 +2,11 @@
 # Lightning shares these with its own strategies only
 # pyright: reportPrivateUsage=false
 
+import os
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,34 +16,64 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
+from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from d9d.core.dist_context import DeviceMeshParameters, DistributedContext
+from d9d.core.dist_context import DENSE_DOMAIN, DeviceMeshParameters, DistributedContext
 from d9d.core.fsdp_internals import fsdp_units
+from d9d.core.mesh_groups import RankLayout
+from d9d.core.placement import local_tensor
 from d9d.optim.local_shards import localize_optimizer
-from d9d_lightning.checkpoint import error_of, gather_checkpoint, shard_model_state, shard_optimizer_state
+from d9d_lightning.checkpoint import (
+    StageCut,
+    error_of,
+    gather_checkpoint,
+    load_model_state,
+    load_optimizer_states,
+)
 from d9d_lightning.collectives import all_gather_stacked, reduce_over
+from d9d_lightning.config_check import LauncherName, refuse_problems, strategy_problems
+from d9d_lightning.explain import explain_module, steps_line
 from d9d_lightning.fsdp_steps import FsdpSteps
 from d9d_lightning.gradients import DataParallelGradients
-from d9d_lightning.launch import build_launcher, check_degrees, check_processes, join_job, leave_job
+from d9d_lightning.launch import build_launcher, join_job, leave_job
+from d9d_lightning.mesh_option import MeshOption, MeshSpec
 from d9d_lightning.metrics import install_metric_sync
 from d9d_lightning.module_setup import ModelBuffers, is_on_meta, set_up_module
+from d9d_lightning.pack_optimization import PackOptimization
 from d9d_lightning.parallelize import (
     FlagFollower,
-    Parallelize,
-    ParallelPlan,
     data_parallel_groups,
     is_parallelized,
 )
-from d9d_lightning.precision import install_mesh_clipping
+from d9d_lightning.pipeline_cut import PipelineOptions, pipeline_of
+from d9d_lightning.pipeline_gradients import PipelineGradients
+from d9d_lightning.pipeline_step import PipelineSteps, StepArguments
+from d9d_lightning.plan import Parallelize, ParallelPlan, read_plan
+from d9d_lightning.precision import NormScope, install_mesh_clipping
+from d9d_lightning.schedule_option import ScheduleSpec, schedule_config
+from d9d_lightning.stages import PipelineStages
+from d9d_lightning.tensor_parallel import share_random_state
 
 T = TypeVar("T")
+
+_OF_A_RUN = (
+    "_context",
+    "_cut",
+    "_gradients",
+    "_flags",
+    "_fsdp",
+    "_buffers",
+    "_pipeline_steps",
+    "_lightning_optimization",
+)
+"""Attributes that hold process groups and hooks of a running job."""
 
 
 class D9DStrategy(ParallelStrategy):
@@ -56,24 +87,40 @@ class D9DStrategy(ParallelStrategy):
 
     def __init__(
         self,
-        mesh: DeviceMeshParameters | Mapping[str, int] | Literal["auto"] | None = None,
+        mesh: MeshSpec = None,
         parallelize: Parallelize = None,
         *,
+        pipeline_module: str | None = None,
+        stages: PipelineStages | None = None,
+        schedule: ScheduleSpec = "1f1b",
+        microbatches: int | None = None,
         bucket_size_mb: int = 32,
         min_unit_params: int = 1_000_000,
         mp_policy: MixedPrecisionPolicy | None = None,
         reshard_after_forward: bool | int | None = None,
         timeout_s: float | None = None,
+        launcher: LauncherName | None = None,
     ) -> None:
         """Describe the job; nothing is distributed yet.
 
         Args:
-            mesh: Parallelism degrees. None and "auto": as many replicas as the Trainer has processes.
+            mesh: Parallelism degrees. One may be -1 or "auto": what the others leave of the Trainer's processes. None
+                and "auto": as many replicas as the Trainer has processes.
             parallelize: How to distribute the module. A function of (module, context) that does it; or a mapping of
                 name patterns (as of `fnmatch` for each part of a dotted submodule name, so that "blocks.*" is each
-                block) to "replicate" or "shard" ("hsdp" is another word for it), where the first match counts. What
-                they leave is replicated. None: each repeated block, or else each submodule of `min_unit_params`, is an
-                FSDP unit, and so is the rest; without shards in the mesh everything is replicated.
+                block) to words, from Python or as the path of a YAML file. "replicate" and "shard" ("hsdp" is another
+                word for it) are about the data-parallel ranks; what they leave is replicated. The others are about
+                tensor parallelism, see `d9d_lightning.plan.LayerSplit`; torch's ``ParallelStyle`` objects may stand in
+                their place. Of both kinds the first match counts. Words that the mesh has no ranks for do nothing, so
+                that one plan serves all meshes. None, and a mapping without a word about data-parallel ranks: each
+                repeated block, or else each submodule of `min_unit_params`, is an FSDP unit, and so is the rest;
+                without shards in the mesh everything is replicated.
+            pipeline_module: Dotted name of the submodule that is cut into stages, for ``pipeline_parallel`` > 1.
+            stages: How it is cut; see `PipelineStages`. None: between the children of an ``nn.Sequential``, so that
+                stages have about equally many parameters.
+            schedule: Name of a pipeline schedule, its config from `d9d.pipelining.factory`, or the fields of that.
+            microbatches: Number of microbatches that one batch is cut into. None leaves batches whole. In a pipeline the
+                batches of an accumulation window run as one pack, so ``accumulate_grad_batches`` makes microbatches too.
             bucket_size_mb: Size of the gradient buckets of replicated parameters in MiB. Smaller ones overlap more of
                 the sums with the backward pass, larger ones cost less per byte.
             min_unit_params: Smallest FSDP unit of the default plan where no block repeats. Each unit costs about half
@@ -83,38 +130,45 @@ class D9DStrategy(ParallelStrategy):
             reshard_after_forward: Whether FSDP frees gathered parameters after the forward pass; see ``fully_shard``.
                 None: except while batches accumulate.
             timeout_s: Time limit of collectives in seconds. None: 30 minutes.
+            launcher: How further processes start where no torchrun or cluster has started them: "script" runs the
+                script again, "fork" and "spawn" make children of this process, whose weights and metrics come back.
+                None: "fork" in a notebook, else "script".
 
         Raises:
-            NotImplementedError: For degrees that come with a later release.
-            pydantic.ValidationError: For a malformed mesh.
+            ValueError: For a malformed mesh. All else that is wrong is said when the Trainer is constructed.
         """
         super().__init__()
-        if mesh is None or mesh == "auto":
-            self._mesh = None
-        else:
-            self._mesh = DeviceMeshParameters.model_validate(dict(mesh) if isinstance(mesh, Mapping) else mesh)
-            check_degrees(self._mesh)
+        self._mesh = MeshOption.read(mesh)
+        self._pipeline_module, self._schedule, self._microbatches = pipeline_module, schedule, microbatches
+        self._stages = stages or PipelineStages()
+        self._launcher_name = launcher
         self._bucket_size_mb = bucket_size_mb
         fsdp_kwargs: dict[str, Any] = {"reshard_after_forward": reshard_after_forward}
         if mp_policy is not None:
             fsdp_kwargs["mp_policy"] = mp_policy
-        self._plan = ParallelPlan(parallelize=parallelize, min_unit_params=min_unit_params, fsdp_kwargs=fsdp_kwargs)
+        self._plan = ParallelPlan(
+            parallelize=read_plan(parallelize), min_unit_params=min_unit_params, fsdp_kwargs=fsdp_kwargs
+        )
         self._stays_gathered = reshard_after_forward is None
         self._timeout_s = timeout_s
         self._num_nodes = 1
         self._context: DistributedContext | None = None
+        self._cut: StageCut | None = None
         self._gradients: DataParallelGradients | None = None
         self._flags: FlagFollower | None = None
         self._fsdp: FsdpSteps | None = None
         self._restores_after_setup: bool | None = None
         self._buffers: ModelBuffers | None = None
+        self._pipeline_steps: PipelineSteps | None = None
+        self._lightning_optimization: _AutomaticOptimization | None = None
+        self._correction = 1.0
         self.last_grad_norm: torch.Tensor | None = None
         """Norm over all gradients before the last clipping by norm, a scalar on the device; None before the first."""
 
     @property
     def mesh(self) -> DeviceMeshParameters:
         """The parallelism degrees. Known once the Trainer is constructed."""
-        return self._mesh or DeviceMeshParameters(data_parallel_replicate=self._num_processes)
+        return self._mesh.fill(self._num_processes) if self.parallel_devices else self._mesh.smallest
 
     @property
     def _num_processes(self) -> int:
@@ -134,6 +188,22 @@ class D9DStrategy(ParallelStrategy):
                 else "the distributed context exists from `setup` on; the Trainer has not started the job yet."
             )
         return self._context
+
+    def explain(self, module: nn.Module | None = None) -> str:
+        """Describe the mesh, how steps run, and where each parameter is: placements, type and bytes. No communication.
+
+        Args:
+            module: What to describe; None for the module of the Trainer. One that is not distributed yet is shown as it
+                will be on rank 0.
+
+        Raises:
+            RuntimeError: If there is no module.
+            ValueError: If the plan cannot be used on the module.
+        """
+        module = module or self._connected_module
+        steps = steps_line(self.mesh, self._microbatches, str(self._schedule))
+        is_distributed = self._context is not None and is_parallelized(module, self._context)
+        return explain_module(module, self._plan, self.mesh, is_distributed=is_distributed, steps=steps)
 
     @property
     def is_distributed(self) -> bool:
@@ -163,8 +233,9 @@ class D9DStrategy(ParallelStrategy):
 
     @property
     def _dp_rank(self) -> int:
-        # Data parallelism is all there is, so far. Arithmetic, as Lightning asks before any group exists.
-        return self.global_rank
+        # Arithmetic, as Lightning asks before any group exists.
+        layout = RankLayout(shape=self.mesh.root_shape, rank=self.global_rank)
+        return layout.coordinate("dp_replicate") * self.mesh.data_parallel_shard + layout.coordinate("dp_shard")
 
     @override
     def _configure_launcher(self) -> None:
@@ -172,8 +243,30 @@ class D9DStrategy(ParallelStrategy):
         if environment is None or self.parallel_devices is None:
             raise RuntimeError("the Trainer has not told the strategy its devices yet")
         num_devices = len(self.parallel_devices)
-        check_processes(self.mesh, num_devices, self._num_nodes, environment)
-        self._launcher = build_launcher(environment, num_devices, self._num_nodes)
+        problems = strategy_problems(
+            self._mesh,
+            environment,
+            num_devices=num_devices,
+            num_nodes=self._num_nodes,
+            pipeline_module=self._pipeline_module,
+            schedule=self._schedule,
+            microbatches=self._microbatches,
+            launcher=self._launcher_name,
+        )
+        refuse_problems(problems, self._mesh)
+        self._launcher = build_launcher(
+            self, self._launcher_name, num_devices, self._num_nodes, self._collect_model_state
+        )
+
+    def _collect_model_state(self) -> dict[str, Any]:
+        state = {"state_dict": self._connected_module.state_dict()}
+        if self._context is None:
+            return state["state_dict"]
+        return gather_checkpoint(state, keep=self.is_global_zero, cut=self._cut)["state_dict"]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what belongs to a run: process groups stay in their process."""
+        return vars(self) | dict.fromkeys(_OF_A_RUN)
 
     def set_world_ranks(self) -> None:
         """Tell the cluster environment and Lightning's logging the rank of this process."""
@@ -210,9 +303,20 @@ class D9DStrategy(ParallelStrategy):
             raise RuntimeError("the strategy is not connected to a Trainer")
         self.accelerator.setup(trainer)
         is_fitting = trainer.state.fn == TrainerFn.FITTING
+        if self._context is not None:
+            share_random_state(self._context)
         if not is_parallelized(module, self._context):
             layer_sync = self._layer_sync if is_fitting else None
-            set_up_module(module, self._context, self.root_device, self._plan, self.precision_plugin, layer_sync)
+            set_up_module(
+                module,
+                self._context,
+                self.root_device,
+                self._plan,
+                self.precision_plugin,
+                layer_sync,
+                self._pipeline_options,
+            )
+        self._set_up_steps(trainer, module)
         for loop in (
             trainer.validate_loop,
             trainer.test_loop,
@@ -229,9 +333,59 @@ class D9DStrategy(ParallelStrategy):
         if is_fitting:
             self._setup_training(module)
 
+    @property
+    def _pipeline_options(self) -> PipelineOptions | None:
+        if not self.mesh.has_pipeline_parallel or self._pipeline_module is None:
+            return None
+        return PipelineOptions(
+            module_name=self._pipeline_module, stages=self._stages, schedule=schedule_config(self._schedule)
+        )
+
+    def _set_up_steps(self, trainer: Trainer, module: LightningModule) -> None:
+        """Let the steps of this run be packs. See [Note: three feeders]."""
+        pipeline = pipeline_of(module)
+        self._cut = None if pipeline is None else pipeline.cut
+        if pipeline is not None:
+            self._pipeline_steps = PipelineSteps(
+                trainer, module, pipeline, num_microbatches=self._microbatches or 1, seed=self._step_seed()
+            )
+        loop = trainer.fit_loop.epoch_loop
+        self._lightning_optimization = loop.automatic_optimization
+        loop.automatic_optimization = PackOptimization(
+            trainer,
+            module,
+            num_microbatches=self._microbatches or 1,
+            pipeline=self._pipeline_steps,
+            correct_gradients=self._correcting_gradients,
+        )
+
+    def _step_seed(self) -> int:
+        seed = int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed() % 2**32))
+        return self.broadcast(seed) + self._dp_rank
+
+    @contextmanager
+    def _correcting_gradients(self, factor: float) -> Generator[None]:
+        self._correction = factor
+        yield
+        self._correction = 1.0
+
     def _setup_training(self, module: LightningModule) -> None:
         _optimizers_to_device(self.optimizers, self.root_device)
         if self._context is None:
+            return
+        pipeline = pipeline_of(module)
+        if pipeline is not None and self._pipeline_steps is not None:
+            for optimizer in self.optimizers:
+                localize_optimizer(optimizer)
+            self._buffers = ModelBuffers(module)
+            gradients = PipelineGradients(
+                pipeline.stages,
+                pipeline.outside(module),
+                data_groups=data_parallel_groups(self._context),
+                pipeline_group=pipeline.group,
+                bucket_size_mb=self._bucket_size_mb,
+            )
+            self._pipeline_steps.start_training(gradients, self.mesh.data_parallel)
             return
         for optimizer in self.optimizers:
             localize_optimizer(optimizer)
@@ -266,6 +420,12 @@ class D9DStrategy(ParallelStrategy):
             self._gradients.release()
             self._fsdp.release()
         self._gradients = self._fsdp = self._flags = None
+        if self._pipeline_steps is not None:
+            self._pipeline_steps.release()
+            self._pipeline_steps = None
+        if self._lightning_optimization is not None and self.lightning_module is not None:
+            self.lightning_module.trainer.fit_loop.epoch_loop.automatic_optimization = self._lightning_optimization
+            self._lightning_optimization = None
         if self._context is None:
             super().teardown()
             return
@@ -286,10 +446,18 @@ class D9DStrategy(ParallelStrategy):
     def precision_plugin(self, precision_plugin: Precision | None) -> None:
         self._precision_plugin = precision_plugin
         if precision_plugin is not None:
-            install_mesh_clipping(precision_plugin, self.mesh, self._keep_grad_norm)
+            install_mesh_clipping(precision_plugin, self.mesh, self._keep_grad_norm, self._norm_scope)
 
     def _keep_grad_norm(self, norm: torch.Tensor) -> None:
         self.last_grad_norm = norm
+
+    def _norm_scope(self) -> NormScope:
+        pipeline = pipeline_of(self._connected_module)
+        if pipeline is None or self._context is None:
+            return NormScope()
+        is_first = pipeline.group.rank() == 0
+        outside = () if is_first else pipeline.outside(self._connected_module)
+        return NormScope(pipeline=self._context.mesh_for(DENSE_DOMAIN)["pp"], uncounted=frozenset(outside))
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -311,13 +479,41 @@ class D9DStrategy(ParallelStrategy):
         loss = self.precision_plugin.pre_backward(closure_loss, module)
         if self._gradients is None or self._fsdp is None:
             self.precision_plugin.backward(loss, module, optimizer, *args, **kwargs)
+            self._correct_gradients(module)
             return self.precision_plugin.post_backward(loss, module)
         self._gradients.before_backward()
         self._fsdp.before_backward(loss)
         self.precision_plugin.backward(loss, module, optimizer, *args, **kwargs)
         # Before on_after_backward, which post_backward calls: hooks see the mean over all ranks.
         self._gradients.after_backward()
+        self._correct_gradients(module)
         return self.precision_plugin.post_backward(loss, module)
+
+    def _correct_gradients(self, module: nn.Module) -> None:
+        """Take the mean over the batches that were there in place of those that were expected."""
+        if self._correction == 1.0:
+            return
+        gradients = [local_tensor(parameter.grad) for parameter in module.parameters() if parameter.grad is not None]
+        if gradients:
+            torch._foreach_mul_(gradients, self._correction)  # pyright: ignore[reportPrivateImportUsage]
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self._pipeline_steps is None:
+            return super().validation_step(*args, **kwargs)
+        return self._pipeline_steps.evaluate("validation_step", StepArguments(args[0], args[1:]))
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self._pipeline_steps is None:
+            return super().test_step(*args, **kwargs)
+        return self._pipeline_steps.evaluate("test_step", StepArguments(args[0], args[1:]))
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self._pipeline_steps is None:
+            return super().predict_step(*args, **kwargs)
+        return self._pipeline_steps.evaluate("predict_step", StepArguments(args[0], args[1:]))
 
     @override
     def optimizer_step(
@@ -329,7 +525,10 @@ class D9DStrategy(ParallelStrategy):
     ) -> Any:
         if self._fsdp is not None:
             self._fsdp.before_optimizer()
-        return super().optimizer_step(optimizer, closure, model, **kwargs)
+        result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        if self._pipeline_steps is not None:
+            self._pipeline_steps.free_gathered()
+        return result
 
     @contextmanager
     @override
@@ -368,7 +567,9 @@ class D9DStrategy(ParallelStrategy):
     @override
     def on_validation_end(self) -> None:
         """Let ``parameters()`` show the shards again: without a backward pass FSDP leaves some gathered."""
-        if self._context is not None:
+        if self._pipeline_steps is not None:
+            self._pipeline_steps.free_gathered()
+        elif self._context is not None:
             for unit in fsdp_units(self._connected_module):
                 unit.reshard()
 
@@ -448,7 +649,13 @@ class D9DStrategy(ParallelStrategy):
         if self._context is None:
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
-        full = gather_checkpoint(checkpoint, keep=self.is_global_zero)
+        full = gather_checkpoint(
+            checkpoint,
+            keep=self.is_global_zero,
+            module=self._connected_module,
+            optimizers=self.optimizers,
+            cut=self._cut,
+        )
         save = partial(self.checkpoint_io.save_checkpoint, full, filepath, storage_options=storage_options)
         failure = error_of(save) if self.is_global_zero else None
         reason = self.broadcast(None if failure is None else f"{type(failure).__name__}: {failure}")
@@ -457,22 +664,11 @@ class D9DStrategy(ParallelStrategy):
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        module = self._connected_module
-        module.load_state_dict(shard_model_state(checkpoint["state_dict"], module), strict=strict)
+        load_model_state(self._connected_module, checkpoint["state_dict"], strict=strict, cut=self._cut)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
-            optimizer.load_state_dict(shard_optimizer_state(state, optimizer))
-        _optimizers_to_device(self.optimizers, self.root_device)
-
-
-def register_strategy() -> None:
-    """Make ``Trainer(strategy="d9d")`` known to Lightning."""
-    if D9DStrategy.strategy_name not in StrategyRegistry.available_strategies():
-        StrategyRegistry.register(
-            D9DStrategy.strategy_name, D9DStrategy, description="d9d, replicated over all devices"
+        load_optimizer_states(
+            checkpoint["optimizer_states"], self.optimizers, module=self._connected_module, cut=self._cut
         )
-
-
-register_strategy()
+        _optimizers_to_device(self.optimizers, self.root_device)

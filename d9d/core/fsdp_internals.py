@@ -58,6 +58,16 @@ def sum_gradients_now(units: Iterable[FSDPModule]) -> None:
             state._root_post_backward_final_callback()
 
 
+def show_shards(units: Iterable[FSDPModule]) -> None:
+    """Free what units have gathered, so that their parameters are the shards again. No communication.
+
+    Also where an exception has left them in the middle of a forward pass, in which ``unit.reshard()`` may do nothing.
+    """
+    for unit in units:
+        for group in _param_groups(unit):
+            group._to_sharded()
+
+
 def _param_groups(unit: FSDPModule) -> list[FSDPParamGroup]:
     state = vars(unit._get_fsdp_state())
     groups = state["_fsdp_param_groups"] if "_fsdp_param_groups" in state else [state["_fsdp_param_group"]]

@@ -24,6 +24,31 @@ from d9d.core.placement import (
 from d9d.internals.grad_bucket import GradientBucket, gradient_dtype
 from d9d.internals.grad_norm import LocalGradients, ShardedAlike, group_parameters_for_norm
 
+_TENSOR_DIM = "tp"
+"""Name of the mesh dimension of tensor parallelism, in all domains."""
+
+
+def groups_to_sum(parameter: torch.Tensor, data_groups: tuple[dist.ProcessGroup, ...]) -> tuple[dist.ProcessGroup, ...]:
+    """Return the groups over which the gradient of a parameter is summed, innermost first.
+
+    These are the groups of ranks with different data, less those that the parameter is sharded over, where FSDP sums.
+    Tensor-parallel peers have the same data and compute the same gradient of what they do not split, so nothing is
+    summed over them.
+
+    Args:
+        parameter: Plain tensor or DTensor.
+        data_groups: Groups of the data-parallel mesh dimensions. Empty: those along which the parameter says that it
+            is replicated, tensor parallelism left out.
+    """
+    if not isinstance(parameter, DTensor):
+        return data_groups
+    if data_groups:
+        sharded = groups_where(parameter, replicated=False)
+        return tuple(group for group in data_groups if group not in sharded)
+    mesh = parameter.device_mesh
+    tensor_parallel = [mesh.get_group(_TENSOR_DIM)] if _TENSOR_DIM in (mesh.mesh_dim_names or ()) else []
+    return tuple(group for group in groups_where(parameter, replicated=True) if group not in tensor_parallel)
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _NormPart:
@@ -66,8 +91,8 @@ class GradientSynchronizer:
             param_groups: Parameters, such as those of one pipeline stage; no bucket spans two lists. The sums of a list
                 start after those of the lists before it, so the ones that are ready first come first.
             bucket_size_mb: Size at which a bucket is full, in MiB. Larger parameters get a bucket of their own.
-            plain_groups: Groups over which plain tensors are replicated, innermost first. By default they are taken to
-                belong to this rank alone.
+            plain_groups: Groups of the ranks with different data, innermost first, where they are known; see
+                `groups_to_sum`. By default plain tensors are taken to belong to this rank alone.
             uncounted: Those whose gradients are no part of the norm, as they are copies of what counts elsewhere.
         """
         if bucket_size_mb <= 0:
@@ -213,8 +238,7 @@ class GradientSynchronizer:
         """Cut a list into buckets of one layout, device and dtype, in reverse order."""
         layouts: dict[object, tuple[list[nn.Parameter], tuple[dist.ProcessGroup, ...]]] = {}
         for parameter in reversed(parameters):
-            is_plain = not isinstance(parameter, DTensor)
-            groups = self._plain_groups if is_plain else groups_where(parameter, replicated=True)
+            groups = groups_to_sum(parameter, self._plain_groups)
             leaf = compute_leaf(parameter)
             layout = (
                 groups,

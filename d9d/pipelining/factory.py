@@ -1,9 +1,10 @@
 """Pipeline schedules by config."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Generic, Literal, Protocol, Self, TypeAlias, runtime_checkable
 
+import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import nn
 
@@ -19,7 +20,7 @@ from d9d.pipelining.api import (
 from d9d.pipelining.executor import PipelineScheduleExecutor
 from d9d.pipelining.offline import OfflinePipelineExecutor
 from d9d.pipelining.placement import build_stage_to_host_rank_topology, invert_stage_to_host_rank_topology
-from d9d.pipelining.programs import PipelineProgramBuilder
+from d9d.pipelining.programs import ForwardOnlyPipelineProgramBuilder, PipelineProgramBuilder
 from d9d.pipelining.schedules import build_program_builder, schedule_problems
 from d9d.pipelining.stage import PipelineStage
 
@@ -32,8 +33,10 @@ __all__ = [
     "PipelineScheduleInfo",
     "PipelineScheduleLoopedBFSConfig",
     "PipelineScheduleZeroBubbleVConfig",
+    "build_forward_schedule",
     "build_program_builder_from",
     "build_schedule",
+    "stages_of_rank",
 ]
 
 
@@ -187,28 +190,88 @@ def build_schedule(
         return info, [module]
 
     builder = build_program_builder_from(schedule_config)
-    group = dist_context.pipeline_group
-    num_stages = group.size() * builder.num_stages_per_rank
-    hosts = build_stage_to_host_rank_topology(group.size(), num_stages, builder.topology_style)
-    stages_by_rank = invert_stage_to_host_rank_topology(hosts)
-    stages: list[PipelineStage[Any, Any, Any, Any]] = []
-    own = stages_by_rank[group.rank()]
-    for index in own:
-        stage_info = PipelineStageInfo(current_stage=index, num_stages=num_stages)
-        module = model_provider(stage_info)
-        if not isinstance(module, _HasTransferSpec):
-            raise TypeError(
-                f"{type(module).__name__} has no stage_transfer_spec(pipeline_input, boundary): a stage of a pipeline "
-                f"must say what crosses its boundaries. See d9d.pipelining.api.ModuleSupportsPipelining."
-            )
-        stages.append(PipelineStage(stage_info, module, group, hosts))
+    placement = _StagePlacement.of(dist_context, builder)
+    modules = [model_provider(stage) for stage in placement.own]
     info = PipelineScheduleInfo(
-        schedule=PipelineScheduleExecutor(dist_context, stages, builder),
-        has_first_stage=0 in own,
-        has_last_stage=num_stages - 1 in own,
-        stages_by_rank=tuple(tuple(stages_by_rank[rank]) for rank in range(group.size())),
+        schedule=PipelineScheduleExecutor(dist_context, placement.build_stages(modules), builder),
+        has_first_stage=any(stage.is_current_stage_first for stage in placement.own),
+        has_last_stage=any(stage.is_current_stage_last for stage in placement.own),
+        stages_by_rank=placement.stages_by_rank,
     )
-    return info, [stage.module for stage in stages]
+    return info, modules
+
+
+# `Any`: see above.
+def build_forward_schedule(
+    dist_context: DistributedContext, schedule_config: AnyPipelineScheduleConfig, modules: Sequence[nn.Module]
+) -> PipelineSchedule[Any, Any, Any]:
+    """Build a schedule that runs only the forward passes of stages which another schedule trains.
+
+    All ranks must call it, after `build_schedule`. Both may be used in turn.
+
+    Args:
+        dist_context: Topology of the job.
+        schedule_config: The schedule that trains them, which says where the stages are.
+        modules: Stages of this rank in stage order, as `build_schedule` has returned them.
+    """
+    if not dist_context.mesh_params.has_pipeline_parallel:
+        return OfflinePipelineExecutor(modules[0], do_backward=False)
+    builder = build_program_builder_from(schedule_config)
+    stages = _StagePlacement.of(dist_context, builder).build_stages(modules)
+    return PipelineScheduleExecutor(dist_context, stages, ForwardOnlyPipelineProgramBuilder(builder))
+
+
+def stages_of_rank(
+    dist_context: DistributedContext, schedule_config: AnyPipelineScheduleConfig
+) -> tuple[PipelineStageInfo, ...]:
+    """Return the stages that this rank hosts under a schedule, in stage order. All ranks must call it."""
+    if not dist_context.mesh_params.has_pipeline_parallel:
+        return (PipelineStageInfo(current_stage=0, num_stages=1),)
+    return _StagePlacement.of(dist_context, build_program_builder_from(schedule_config)).own
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _StagePlacement:
+    """Where the stages of a schedule are."""
+
+    group: dist.ProcessGroup
+    hosts: dict[int, int]
+    """Rank in the group of each stage."""
+    stages_by_rank: tuple[tuple[int, ...], ...]
+    own: tuple[PipelineStageInfo, ...]
+    """Stages of this rank."""
+
+    @classmethod
+    def of(cls, dist_context: DistributedContext, builder: PipelineProgramBuilder) -> Self:
+        """Lay out the stages. All ranks must call it."""
+        group = dist_context.pipeline_group
+        num_stages = group.size() * builder.num_stages_per_rank
+        hosts = build_stage_to_host_rank_topology(group.size(), num_stages, builder.topology_style)
+        by_rank = invert_stage_to_host_rank_topology(hosts)
+        return cls(
+            group=group,
+            hosts=hosts,
+            stages_by_rank=tuple(tuple(by_rank[rank]) for rank in range(group.size())),
+            own=tuple(PipelineStageInfo(current_stage=i, num_stages=num_stages) for i in by_rank[group.rank()]),
+        )
+
+    # `Any`: see above.
+    def build_stages(self, modules: Sequence[nn.Module]) -> list[PipelineStage[Any, Any, Any, Any]]:
+        """Make the stages of this rank around their modules.
+
+        Raises:
+            TypeError: A module cannot say what crosses its boundaries.
+        """
+        for module in modules:
+            if not isinstance(module, _HasTransferSpec):
+                raise TypeError(
+                    f"{type(module).__name__} has no stage_transfer_spec(pipeline_input, boundary): a stage of a "
+                    f"pipeline must say what crosses its boundaries. See d9d.pipelining.api.ModuleSupportsPipelining."
+                )
+        return [
+            PipelineStage(stage, module, self.group, self.hosts)
+            for stage, module in zip(self.own, modules, strict=True)
+        ]
 
 
 def _refuse_problems(problems: list[str]) -> None:

@@ -26,6 +26,7 @@ from d9d.pipelining.communications import add_communication_ops
 from d9d.pipelining.placement import ScheduleStyle, build_stage_to_host_rank_topology
 
 __all__ = [
+    "ForwardOnlyPipelineProgramBuilder",
     "Interleaved1F1BPipelineProgramBuilder",
     "LoopedBFSPipelineProgramBuilder",
     "PipelineProgramBuilder",
@@ -285,3 +286,31 @@ class Interleaved1F1BPipelineProgramBuilder(PipelineProgramBuilder):
         if self._num_stages_per_rank == 1:
             return one_forward_one_backward(rank, pp_size, num_microbatches, self._lookahead)
         return interleaved_1f1b(rank, pp_size, num_microbatches, self._num_stages_per_rank)
+
+
+@final
+class ForwardOnlyPipelineProgramBuilder(PipelineProgramBuilder):
+    """Makes programs of the forward passes of another schedule, over the same stages on the same ranks."""
+
+    def __init__(self, training: PipelineProgramBuilder) -> None:
+        """Take the schedule that trains the stages."""
+        self._training = training
+
+    @property
+    def num_stages_per_rank(self) -> int:
+        """Number of stages that each rank hosts."""
+        return self._training.num_stages_per_rank
+
+    @property
+    def topology_style(self) -> ScheduleStyle:
+        """Stages are laid as for training."""
+        return self._training.topology_style
+
+    def compose(self, num_microbatches: int, pp_size: int) -> Program:
+        """Make the program of all ranks, with sends and receives."""
+        training = self._training.compose(num_microbatches, pp_size)
+        forward: Program = {
+            rank: [action for action in flat_actions(actions) if type(action) is ForwardComputeAction]
+            for rank, actions in training.items()
+        }
+        return with_communication(forward, self)

@@ -2,6 +2,7 @@
 
 import ast
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -12,11 +13,15 @@ from pathlib import Path
 import lightning as L
 import pydantic
 import pytest
+import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
 from d9d_lightning import D9DStrategy, DeviceMeshParameters
 from d9d_lightning.launch import ScriptLauncher
-from tests.d9d_lightning.support import plain_trainer
+from d9d_lightning.process_launcher import ProcessLauncher
+from tests.d9d_lightning.support import Regression, make_samples, plain_trainer, rank_loader, seeded
 
 ROOT = Path(__file__).resolve().parents[2]
 TIME_LIMIT_S = 90
@@ -70,14 +75,17 @@ def test_torchrun_against_mesh():
 
 
 @pytest.mark.parametrize(
-    "degree",
-    ["pipeline_parallel", "tensor_parallel", "context_parallel_shard", "context_parallel_replicate"],
+    "mesh",
+    [
+        {"context_parallel_shard": 2},
+        {"context_parallel_replicate": 2},
+        {"data_parallel_shard": 2, "expert_parallel": 2},
+    ],
+    ids=str,
 )
-def test_later_degrees_are_refused(degree):
-    with pytest.raises(NotImplementedError, match=rf"{degree} \(2\).*later release"):
-        D9DStrategy({degree: 2})
-    with pytest.raises(NotImplementedError, match=rf"{degree} \(2\).*expert_parallel \(2\)"):
-        D9DStrategy({degree: 2, "data_parallel_shard": 2, "expert_parallel": 2})
+def test_later_degrees_are_refused(mesh):
+    with pytest.raises(NotImplementedError, match=r"parallel\w* \(2\) yet: it comes with a later release"):
+        plain_trainer(strategy=D9DStrategy(mesh), devices=2)
 
 
 def test_unknown_degrees_are_named():
@@ -97,11 +105,47 @@ def test_the_default_mesh_replicates(mesh):
         strategy.dist_context  # noqa: B018
 
 
-def test_registered_by_name():
-    trainer = plain_trainer(strategy="d9d")
-    assert isinstance(trainer.strategy, D9DStrategy)
-    assert trainer.strategy.launcher is None
-    assert not trainer.strategy.is_distributed
+def slurm_of(monkeypatch, num_tasks, per_node, num_nodes):
+    variables = {
+        "SLURM_NTASKS": num_tasks,
+        "SLURM_NTASKS_PER_NODE": per_node,
+        "SLURM_NNODES": num_nodes,
+        "SLURM_JOB_NAME": "train",
+        "SLURM_PROCID": 3,
+        "SLURM_LOCALID": 1,
+        "SLURM_NODEID": 1,
+    }
+    for name, value in variables.items():
+        monkeypatch.setenv(name, str(value))
+
+
+def test_slurm_has_started_the_processes(monkeypatch):
+    slurm_of(monkeypatch, 4, 2, 2)
+    strategy = D9DStrategy({"data_parallel_shard": -1, "data_parallel_replicate": 2}, launcher="fork")
+    trainer = plain_trainer(strategy=strategy, devices=2, num_nodes=2)
+    assert strategy.launcher is None
+    assert trainer.world_size == 4
+    assert (trainer.global_rank, trainer.local_rank, trainer.node_rank) == (3, 1, 1)
+    assert strategy.mesh == DeviceMeshParameters(data_parallel_shard=2, data_parallel_replicate=2)
+    assert trainer.distributed_sampler_kwargs == {"num_replicas": 4, "rank": 3}
+
+
+@pytest.mark.parametrize(
+    ("num_tasks", "per_node", "match"),
+    [
+        (
+            1,
+            2,
+            r"SLURMEnvironment says that 1 processes were started, but Trainer\(devices=2, num_nodes=1\) asks for 2",
+        ),
+        (2, 1, r"`devices=2` in Lightning, but .* `--ntasks-per-node=1` does not match"),
+    ],
+)
+def test_slurm_against_devices(num_tasks, per_node, match, monkeypatch):
+    """A55: what SLURM has started counts."""
+    slurm_of(monkeypatch, num_tasks, per_node, 1)
+    with pytest.raises(ValueError, match=match):
+        plain_trainer(strategy=D9DStrategy(), devices=2)
 
 
 SCRIPT = """
@@ -157,9 +201,9 @@ else:
 """
 
 
-def run_script(tmp_path, *command, **environment):
+def run_script(tmp_path, *command, source=SCRIPT, **environment):
     script = tmp_path / "script.py"
-    script.write_text(textwrap.dedent(SCRIPT))
+    script.write_text(textwrap.dedent(source))
     arguments = [str(script) if part == "SCRIPT" else part for part in command]
     variables = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     return subprocess.run(
@@ -244,6 +288,189 @@ def test_a_process_whose_launcher_lives_goes_on():
     command = f'{sys.executable} -c "$CODE"; exit $?'
     process = subprocess.run(["sh", "-c", command], cwd=ROOT, env=environment, timeout=TIME_LIMIT_S, check=False)
     assert process.returncode == 0
+
+
+class Logged(Regression):
+    """Logs its loss, and does something odd in the second step."""
+
+    def __init__(self, oddity=None):
+        super().__init__()
+        self.oddity = oddity
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 1 and self.oddity is not None:
+            self.oddity(self.trainer)
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss, on_step=False, on_epoch=True, sync_dist=True)
+        return loss
+
+    def test_step(self, batch, batch_idx):
+        self.log("test_loss", (self(batch[0]) - batch[1]).square().mean(), sync_dist=True)
+
+    def train_dataloader(self):
+        # In the process that trains.
+        return rank_loader(make_samples(16), 8, self.trainer.global_rank, self.trainer.world_size)
+
+    test_dataloader = train_dataloader
+
+
+def build_forking_trainer(mesh, **options):
+    strategy = D9DStrategy(mesh, launcher="fork", min_unit_params=20)
+    return plain_trainer(strategy=strategy, devices=2, **options)
+
+
+@pytest.mark.parametrize("mesh", [{"data_parallel_shard": 2}, {"data_parallel_replicate": 2}], ids=str)
+def test_forked_processes_bring_weights_and_metrics_back(mesh, tmp_path):
+    """As a notebook does. What was used here before, threads of OpenMP among it, must not stop the children."""
+    torch.randn(600, 600) @ torch.randn(600, 600)
+    expected = seeded(Logged)
+    reference = plain_trainer(max_epochs=2)
+    reference.fit(expected)
+
+    module = seeded(Logged)
+    checkpoint = ModelCheckpoint(tmp_path, monitor="loss")
+    trainer = build_forking_trainer(mesh, max_epochs=2, enable_checkpointing=True, callbacks=[checkpoint])
+    trainer.fit(module)
+    assert type(module) is Logged
+    torch.testing.assert_close(dict(module.state_dict()), dict(expected.state_dict()), rtol=1e-12, atol=1e-12)
+    assert trainer.callback_metrics["loss"].item() == pytest.approx(reference.callback_metrics["loss"].item(), rel=1e-6)
+    assert trainer.state.finished
+    assert Path(checkpoint.best_model_path).is_file()
+    assert not dist.is_initialized()
+    assert "LOCAL_RANK" not in os.environ
+
+    [result] = trainer.test(module, ckpt_path="best", verbose=False)
+    [expected_result] = reference.test(expected, verbose=False)
+    assert result["test_loss"] == pytest.approx(expected_result["test_loss"], rel=1e-6)
+    with pytest.raises(NotImplementedError, match="can fit once"):
+        trainer.fit(module)
+
+
+def leave(trainer):
+    sys.exit(0)
+
+
+def die(trainer):
+    if trainer.global_rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fail(trainer):
+    raise ValueError("a bad sample")
+
+
+def log_a_lot(trainer):
+    # More than a pipe holds.
+    trainer.callback_metrics.update({f"metric {number}": torch.ones(100) for number in range(500)})
+
+
+@pytest.mark.parametrize(
+    ("oddity", "error", "match"),
+    [
+        (leave, RuntimeError, r"ended without a result \(exit codes \[0, 0\]\)"),
+        (die, ProcessExitedException, "process 1 terminated with signal SIGKILL"),
+        (fail, ProcessRaisedException, "a bad sample"),
+    ],
+)
+def test_the_parent_does_not_wait_for_children_that_are_gone(oddity, error, match):
+    with pytest.raises(error, match=match):
+        build_forking_trainer({"data_parallel_replicate": 2}).fit(seeded(lambda: Logged(oddity)))
+
+
+def test_results_may_be_larger_than_a_pipe():
+    trainer = build_forking_trainer({"data_parallel_replicate": 2})
+    trainer.fit(seeded(lambda: Logged(log_a_lot)))
+    assert trainer.callback_metrics["metric 499"].tolist() == [1.0] * 100
+
+
+def test_notebooks_fork(monkeypatch):
+    monkeypatch.setattr("d9d_lightning.launch._IS_INTERACTIVE", True)
+    strategy = D9DStrategy()
+    plain_trainer(strategy=strategy, devices=2)
+    assert isinstance(strategy.launcher, ProcessLauncher)
+    assert strategy.launcher.is_interactive_compatible
+
+
+def test_strategies_can_be_pickled():
+    strategy = D9DStrategy({"data_parallel_shard": -1}, launcher="spawn")
+    plain_trainer(strategy=strategy, devices=2)
+    copied = pickle.loads(pickle.dumps(strategy))  # noqa: S301  # our own
+    assert copied.mesh == strategy.mesh == DeviceMeshParameters(data_parallel_shard=2)
+    assert isinstance(copied.launcher, ProcessLauncher)
+
+
+SPAWNING = """
+import torch
+import lightning as L
+from d9d_lightning import D9DStrategy
+from torch.utils.data import DataLoader, TensorDataset
+
+class Module(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 1)
+
+    def training_step(self, batch, batch_idx):
+        loss = self.layer(batch[0]).square().mean()
+        self.log("loss", loss, on_step=False, on_epoch=True, sync_dist=True)
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+def fit(batch_size, **options):
+    torch.manual_seed(0)
+    trainer = L.Trainer(
+        accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, **options,
+    )
+    module = Module()
+    trainer.fit(module, DataLoader(TensorDataset(torch.arange(64.0).view(16, 4) / 64), batch_size=batch_size))
+    return module.layer.weight, trainer.callback_metrics["loss"]
+
+if __name__ == "__main__":
+    expected = fit(4, devices=1)
+    spawned = fit(2, devices=2, strategy=D9DStrategy({"data_parallel_shard": 2}, launcher="spawn"))
+    torch.testing.assert_close(spawned, expected, rtol=1e-5, atol=1e-6)
+"""
+
+
+@pytest.mark.slow
+def test_spawned_processes_bring_weights_and_metrics_back(tmp_path):
+    process = run_script(tmp_path, "SCRIPT", source=SPAWNING)
+    assert process.returncode == 0, process.stderr
+
+
+SEVERAL = """
+import os, sys
+sys.argv[1:] = []
+exec(open("first.py").read().split("threads = ")[0])
+
+def fit_ddp():
+    L.seed_everything(0, workers=True)
+    trainer = L.Trainer(
+        strategy="ddp", accelerator="cpu", devices=2, max_epochs=1, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )
+    data = torch.arange(64.0).view(16, 4) / 64
+    trainer.fit(Module(), DataLoader(TensorDataset(data), batch_size=2))
+    return trainer.callback_metrics["loss"].item(), trainer.world_size
+
+ORDERS = {
+    "d9d": [lambda: fit({"data_parallel_replicate": 2}), fit_ddp, lambda: fit({"data_parallel_shard": 2})],
+    "ddp": [fit_ddp, lambda: fit({"data_parallel_shard": 2}), fit_ddp],
+}
+results = [run() for run in ORDERS[os.environ["FIRST"]]]
+with open(f"result-{os.environ['LOCAL_RANK']}", "w") as file:
+    file.write(repr(results))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", ["d9d", "ddp"])
+def test_strategies_take_turns_in_one_process(first, tmp_path):
+    (tmp_path / "first.py").write_text(textwrap.dedent(SCRIPT))
+    check_results(run_script(tmp_path, "SCRIPT", source=SEVERAL, FIRST=first), tmp_path)
 
 
 def test_module_is_exported():

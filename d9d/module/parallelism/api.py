@@ -2,5 +2,6 @@
 
 from d9d.module.parallelism.replicate import parallelize_replicate
 from d9d.module.parallelism.shard import parallelize_fsdp, parallelize_hsdp
+from d9d.module.parallelism.tensor import parallelize_tensor
 
-__all__ = ["parallelize_fsdp", "parallelize_hsdp", "parallelize_replicate"]
+__all__ = ["parallelize_fsdp", "parallelize_hsdp", "parallelize_replicate", "parallelize_tensor"]

@@ -1,0 +1,97 @@
+"""Send what a step has returned on the last stage to the other ranks of its pipeline, where somebody looks at it."""
+
+import io
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.apply_func import move_data_to_device
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.model_helpers import is_overridden
+
+from d9d.core.types import PyTree
+
+__all__ = ["OutputExchange"]
+
+_CONSUMERS = {
+    "training_step": "on_train_batch_end",
+    "validation_step": "on_validation_batch_end",
+    "test_step": "on_test_batch_end",
+}
+"""Hook that gets the outputs of a step. Predictions are what the Trainer returns, so they are always wanted."""
+
+
+class OutputExchange:
+    """Shares outputs over a pipeline, if a hook of the module or of a callback takes them.
+
+    Lightning's own callbacks do not look at outputs, and logits or generated samples can be large. So nothing is sent
+    where only those are there.
+    """
+
+    def __init__(
+        self, trainer: Trainer, module: LightningModule, group: dist.ProcessGroup, source: int, device: torch.device
+    ) -> None:
+        """Find out who looks at outputs. All ranks of the pipeline must call it: one that has a callback counts for all.
+
+        Args:
+            trainer: Has the callbacks.
+            module: The LightningModule.
+            group: Ranks of the pipeline.
+            source: Rank in the group that hosts the last stage.
+            device: Device of this rank.
+        """
+        self._group = group
+        self._source = source
+        self._device = device
+        callbacks: list[Callback] = vars(trainer)["callbacks"]
+        wanted = [
+            is_overridden(hook, module) or any(map(_looks_at_outputs(hook), callbacks)) for hook in _CONSUMERS.values()
+        ]
+        flags = torch.tensor(wanted, dtype=torch.uint8, device=device)
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
+        self._wanted = dict(zip(_CONSUMERS, map(bool, flags.tolist()), strict=True))
+
+    # `Any`: the user's own outputs.
+    def share(self, name: str, build: Callable[[], PyTree[Any]]) -> PyTree[Any]:
+        """Return the output of a step, on its way over the host; None if nobody looks at it. Collective, if so.
+
+        Args:
+            name: Name of the step.
+            build: Makes the output; called on the rank with the last stage.
+
+        Raises:
+            RuntimeError: On all ranks, if `build` fails, or the output can not be sent.
+        """
+        if not self._wanted.get(name, True):
+            return None
+        # Only as bytes it is certain that it can be sent: an error in between would leave the others waiting.
+        is_source = self._group.rank() == self._source
+        message: list[tuple[bytes | None, str | None]] = [(None, None)]
+        output: PyTree[Any] = None
+        failure: Exception | None = None
+        if is_source:
+            try:
+                output = build()
+                buffer = io.BytesIO()
+                torch.save(move_data_to_device(output, torch.device("cpu")), buffer)
+                message = [(buffer.getvalue(), None)]
+            except Exception as error:  # noqa: BLE001  # raised below, on all ranks
+                failure = error
+                message = [(None, f"{type(error).__name__}: {error}")]
+        dist.broadcast_object_list(message, group=self._group, group_src=self._source, device=self._device)
+        content, problem = message[0]
+        if content is None:
+            raise RuntimeError(f"the output of {name} on the last stage can not be used: {problem}") from failure
+        if is_source:
+            return output
+        # From a rank of this job, which may return objects of any class.
+        return move_data_to_device(torch.load(io.BytesIO(content), weights_only=False), self._device)
+
+
+def _looks_at_outputs(hook: str) -> Callable[[Callback], bool]:
+    def looks(callback: Callback) -> bool:
+        is_ours = type(callback).__module__.split(".", 1)[0] in ("lightning", "d9d_lightning")
+        return not is_ours and is_overridden(hook, callback, parent=Callback)
+
+    return looks

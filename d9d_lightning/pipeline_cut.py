@@ -1,0 +1,170 @@
+"""Cut a LightningModule into pipeline stages, and build what runs them."""
+
+import contextlib
+import dataclasses
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from torch import nn
+
+from d9d.core.dist_context import DENSE_DOMAIN, DistributedContext
+from d9d.pipelining.api import PipelineSchedule
+from d9d.pipelining.factory import (
+    AnyPipelineScheduleConfig,
+    PipelineScheduleInfo,
+    build_forward_schedule,
+    build_schedule,
+    stages_of_rank,
+)
+from d9d_lightning.metric_domains import MetricDomains
+from d9d_lightning.pipeline_call import PipelineCall
+from d9d_lightning.stage_checkpoint import StageCut
+from d9d_lightning.stage_cut import nearest
+from d9d_lightning.stages import PipelineStages, build_stages, plan_cut
+
+__all__ = ["Pipeline", "PipelineOptions", "cut_module", "pipeline_of"]
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineOptions:
+    """What the user has said about the pipeline."""
+
+    module_name: str
+    """Dotted name of the submodule that is cut."""
+    stages: PipelineStages
+    """How it is cut."""
+    schedule: AnyPipelineScheduleConfig
+    """How stages are scheduled."""
+
+
+class StageContext:
+    """What stages run in: the forward context of the precision plugin of whichever Trainer runs them."""
+
+    def __init__(self) -> None:
+        self._enter: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
+
+    def use(self, enter: Callable[[], AbstractContextManager[None]]) -> None:
+        """Take what makes the contexts from now on."""
+        self._enter = enter
+
+    def __call__(self) -> AbstractContextManager[None]:
+        """Make a context."""
+        return self._enter()
+
+
+# `Any`: the user's own inputs and outputs.
+@dataclasses.dataclass(slots=True, kw_only=True)
+class Pipeline:
+    """The stages of a LightningModule on this rank, and what runs them."""
+
+    options: PipelineOptions
+    call: PipelineCall
+    """Stands in for the submodule that was cut."""
+    stages: list[nn.Module]
+    """Stages of this rank, in stage order."""
+    info: PipelineScheduleInfo[Any, Any, Any]
+    """The schedule that trains them, and which stages are where."""
+    forward_only: PipelineSchedule[Any, Any, Any]
+    """Runs their forward passes alone."""
+    context: StageContext
+    """What they run in."""
+    cut: StageCut
+    """Names of the whole module."""
+    domains: MetricDomains
+    """Ranks that metrics are gathered over."""
+    device: torch.device
+    """Device of this rank."""
+
+    @property
+    def training(self) -> PipelineSchedule[Any, Any, Any]:
+        """Runs forward and backward passes."""
+        return self.info.schedule
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """Ranks of this pipeline, for collectives."""
+        return self.cut.group
+
+    @property
+    def last_rank(self) -> int:
+        """Rank in the group that has the last stage."""
+        return _host_of_last_stage(self.info.stages_by_rank)
+
+    @property
+    def has_first_stage(self) -> bool:
+        """Whether the first stage is on this rank."""
+        return self.info.has_first_stage
+
+    @property
+    def has_last_stage(self) -> bool:
+        """Whether the last stage is on this rank."""
+        return self.info.has_last_stage
+
+    def outside(self, module: nn.Module) -> list[nn.Parameter]:
+        """Return the parameters of the LightningModule that no stage has; all ranks of the pipeline have these."""
+        inside = {parameter for stage in self.stages for parameter in stage.parameters()}
+        return [parameter for parameter in module.parameters() if parameter not in inside]
+
+
+_PIPELINES: weakref.WeakKeyDictionary[nn.Module, Pipeline] = weakref.WeakKeyDictionary()
+"""Modules that have been cut."""
+
+
+def pipeline_of(module: nn.Module) -> Pipeline | None:
+    """Return the stages of a module that an earlier run has cut."""
+    return _PIPELINES.get(module)
+
+
+def cut_module(module: LightningModule, context: DistributedContext, options: PipelineOptions) -> Pipeline:
+    """Cut a LightningModule in place: layers of other ranks go, and the pipelined submodule's forward pass with them.
+
+    All ranks must call it. Nothing is distributed yet, and the module may be on the meta device.
+
+    Raises:
+        ValueError: If there is no such submodule, or it can not be cut; see `plan_cut`.
+    """
+    submodule = _find(module, options.module_name)
+    own = stages_of_rank(context, options.schedule)
+    names, ranges = plan_cut(submodule, options.stages, own[0].num_stages, root=module)
+    cut = StageCut(
+        parameter_names=tuple(name for name, _ in module.named_parameters()),
+        state_names=tuple(module.state_dict()),
+        group=context.mesh_for(DENSE_DOMAIN).get_group("pp"),
+    )
+    stage_context = StageContext()
+    indices = [stage.current_stage for stage in own]
+    built = build_stages(submodule, options.stages, names, ranges, indices, run_in=stage_context)
+    by_index = dict(zip(indices, built, strict=True))
+    info, stages = build_schedule(context, options.schedule, lambda stage: by_index[stage.current_stage])
+    pipeline = Pipeline(
+        options=options,
+        call=PipelineCall(options.module_name, submodule),
+        stages=stages,
+        info=info,
+        forward_only=build_forward_schedule(context, options.schedule, stages),
+        context=stage_context,
+        cut=cut,
+        domains=MetricDomains(context, last_pp_rank=_host_of_last_stage(info.stages_by_rank)),
+        device=context.current_device,
+    )
+    _PIPELINES[module] = pipeline
+    return pipeline
+
+
+def _host_of_last_stage(stages_by_rank: Sequence[Sequence[int]]) -> int:
+    last = max(stage for stages in stages_by_rank for stage in stages)
+    return next(rank for rank, stages in enumerate(stages_by_rank) if last in stages)
+
+
+def _find(module: nn.Module, name: str) -> nn.Module:
+    try:
+        return module.get_submodule(name)
+    except AttributeError as error:
+        names = [each for each, _ in module.named_modules() if each]
+        raise ValueError(
+            f"pipeline_module={name!r}: {type(module).__name__} has no such submodule{nearest(name, names)}."
+        ) from error
