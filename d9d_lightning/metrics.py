@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from lightning.pytorch import LightningModule
+from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
 from lightning.pytorch.trainer.connectors.logger_connector.result import _METRICS, _ResultCollection
 from torch import nn
 from torchmetrics import Metric, MetricCollection
@@ -33,6 +34,8 @@ def install_metric_sync(module: nn.Module) -> None:
     """
     _install_below(module, "")
     if isinstance(module, LightningModule) and module._trainer is not None:
+        connector = module.trainer._logger_connector
+        vars(connector).setdefault("epoch_end_reached", _EpochEnd(connector))
         for results in _results_of(module.trainer):
             vars(results).setdefault("metrics", _EpochMetrics(results))
 
@@ -108,12 +111,31 @@ def _results_of(trainer: "Trainer") -> Iterator[_ResultCollection]:
         yield loop._results
 
 
+class _EpochEnd:
+    """Stands for ``epoch_end_reached`` of Lightning's connector, and computes what training steps have logged.
+
+    [Note: ranks that read alone]
+    Progress bars read the results on rank 0 alone, before the module's hooks at the end of an epoch. Rank 0 would then
+    gather first what the others gather after that hook, and values of different metrics would meet. Here all ranks
+    compute before any hook, as rank 0 does anyway under a bar. Lightning sees to it itself after a validation.
+    """
+
+    def __init__(self, connector: _LoggerConnector) -> None:
+        self._connector = connector
+
+    def __call__(self) -> None:
+        connector = self._connector
+        type(connector).epoch_end_reached(connector)
+        results = connector.trainer._results if connector.trainer.training else None
+        if results is not None and active_domains() is not None:
+            results.metrics(on_step=False)
+
+
 class _EpochMetrics:
     """Stands for ``metrics`` of Lightning's results, and exchanges the states of all that it computes at once.
 
-    [Note: which logged metrics go together]
-    Progress bars read the results on rank 0 alone, before the hooks at the end of an epoch may log further metrics. So
-    those that were logged in steps go together: they are the same whenever a rank reads them. Others follow one by one.
+    Those that were logged in steps go together: they are the same whenever a rank reads them, see
+    [Note: ranks that read alone]. Others follow one by one.
     """
 
     def __init__(self, results: _ResultCollection) -> None:

@@ -29,6 +29,7 @@ from typing_extensions import override
 
 from d9d.core.types import PyTree
 from d9d_lightning.log_replay import LogRecorder, replay
+from d9d_lightning.loss_weights import LossWeights
 from d9d_lightning.microbatches import merge_outputs, split_batch
 from d9d_lightning.pipeline_step import PipelineSteps, StepArguments
 
@@ -83,7 +84,9 @@ class PackOptimization(_AutomaticOptimization):
         *,
         num_microbatches: int,
         pipeline: PipelineSteps | None,
-        correct_gradients: Callable[[float], contextlib.AbstractContextManager[None]],
+        loss_weights: LossWeights,
+        num_replicas: int,
+        correct_gradients: Callable[[float | torch.Tensor], contextlib.AbstractContextManager[None]],
     ) -> None:
         """Go on with the counters of the loop that is there.
 
@@ -92,6 +95,8 @@ class PackOptimization(_AutomaticOptimization):
             module: The LightningModule.
             num_microbatches: Parts that a batch is cut into.
             pipeline: Runs packs over the stages of this rank; None without a pipeline.
+            loss_weights: Of this rank.
+            num_replicas: Number of data-parallel ranks, over whose losses the mean is taken.
             correct_gradients: Lets backward passes inside multiply the gradients by a factor when they have summed them.
         """
         super().__init__(trainer)
@@ -101,6 +106,8 @@ class PackOptimization(_AutomaticOptimization):
         self._module = module
         self._num_microbatches = num_microbatches
         self._pipeline = pipeline
+        self._loss_weights = loss_weights
+        self._num_replicas = num_replicas
         self._correct_gradients = correct_gradients
         self._recorder = LogRecorder(module)
         self._waiting: list[StepArguments] = []
@@ -156,8 +163,9 @@ class PackOptimization(_AutomaticOptimization):
                 zero()
             is_last = index == len(microbatches) - 1
             with contextlib.nullcontext() if is_last else strategy.block_backward_sync():
-                loss = result.closure_loss * microbatch.weight / window_size(self.trainer)
-                self._make_backward_fn(optimizer)(loss)
+                share = microbatch.weight / window_size(self.trainer)
+                loss = self._loss_weights.weigh(result.closure_loss, output, share)
+                self._run_backward(loss, optimizer, is_last=is_last)
         with _in_hook(self._module, "training_step"):
             replay(self._module, self._recorder.take())
         merged = merge_outputs(outputs, [microbatch.weight for microbatch in microbatches])
@@ -165,15 +173,27 @@ class PackOptimization(_AutomaticOptimization):
 
     @override
     def _make_backward_fn(self, optimizer: Optimizer) -> Callable[[torch.Tensor], None] | None:
-        backward = super()._make_backward_fn(optimizer)
-        if backward is None:
+        if self._skip_backward:
             return None
+        return partial(self._run_backward, optimizer=optimizer, is_last=True)
 
-        def backward_fn(loss: torch.Tensor) -> None:
-            with self._correct_gradients(self._late_correction()):
-                backward(loss)
+    def _run_backward(self, loss: torch.Tensor, optimizer: Optimizer, *, is_last: bool) -> None:
+        """Run a backward pass; the last one of a window leaves the gradients of the mean over all of it.
 
-        return backward_fn
+        Args:
+            loss: Where it starts.
+            optimizer: The optimizer.
+            is_last: Whether it is the last one of its batch.
+        """
+        completes_step = is_last and not self.trainer.fit_loop._should_accumulate()
+        with self._correct_gradients(self._correction()) if completes_step else contextlib.nullcontext():
+            call._call_strategy_hook(self.trainer, "backward", loss, optimizer)
+
+    def _correction(self) -> float | torch.Tensor:
+        """Return what the gradients of a window must be multiplied with when it ends."""
+        inverse = self._loss_weights.inverse_total(self._loss_weights.take_own_total())
+        # They are a mean over the replicas by now.
+        return self._late_correction() if inverse is None else inverse * self._num_replicas
 
     def _late_correction(self) -> float:
         """Return what the gradients of a window must be multiplied with, as it has turned out to be a short one."""
@@ -193,7 +213,12 @@ class PackOptimization(_AutomaticOptimization):
                 "training_step returned None: on several ranks it can not skip a batch, as the others would wait for its "
                 "gradients. Return a loss of zero weight, such as 0.0 * loss."
             )
-        return self.output_result_cls.from_training_step_output(output, window_size(self.trainer))
+        num_batches = window_size(self.trainer)
+        result = self.output_result_cls.from_training_step_output(output, num_batches)
+        if result.closure_loss is not None:
+            loss = output if isinstance(output, torch.Tensor) else output["loss"]
+            result.closure_loss = self._loss_weights.weigh(loss, output, 1 / num_batches)
+        return result
 
     def _warn_of_short_epochs(self) -> None:
         num_batches = self.trainer.accumulate_grad_batches

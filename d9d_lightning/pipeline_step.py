@@ -20,6 +20,7 @@ from d9d.core.types import PyTree
 from d9d.internals.determinism import seeded
 from d9d_lightning.log_exchange import LogExchange
 from d9d_lightning.log_replay import LogRecorder, replay
+from d9d_lightning.loss_weights import LossWeights
 from d9d_lightning.microbatches import Microbatch, merge_outputs, split_batch
 from d9d_lightning.output_exchange import OutputExchange
 from d9d_lightning.parallelize import broadcast_packed
@@ -58,7 +59,14 @@ class PipelineSteps:
     """Runs ``training_step`` and the like over all stages. All ranks of a pipeline call it, with equal batches."""
 
     def __init__(
-        self, trainer: Trainer, module: LightningModule, pipeline: Pipeline, *, num_microbatches: int, seed: int
+        self,
+        trainer: Trainer,
+        module: LightningModule,
+        pipeline: Pipeline,
+        *,
+        num_microbatches: int,
+        loss_weights: LossWeights,
+        seed: int,
     ) -> None:
         """Prepare for the steps of a run of the Trainer. All ranks of the pipeline must call it.
 
@@ -67,12 +75,14 @@ class PipelineSteps:
             module: The LightningModule, cut into stages.
             pipeline: Its stages on this rank.
             num_microbatches: Parts that each batch is cut into.
+            loss_weights: Of this rank.
             seed: For the random numbers that steps draw; the same on all ranks of a pipeline.
         """
         self._trainer = trainer
         self._module = module
         self._pipeline = pipeline
         self._num_microbatches = num_microbatches
+        self._loss_weights = loss_weights
         self._seed = seed
         self._num_evaluations = 0
         self._recorder = LogRecorder(module)
@@ -122,20 +132,30 @@ class PipelineSteps:
 
         def run_loss(output: PyTree[Any], index: int) -> torch.Tensor:
             result = runs[index].finish(output)
-            loss = _loss_of(result) * (runs[index].part.weight / len(window))
+            share = runs[index].part.weight / len(window)
+            loss = self._loss_weights.weigh(_loss_of(result), result, share)
             losses.append(loss.detach())
             extras.append(_without_loss(result))
             return precision.pre_backward(loss, module)
 
         gradients.start_pack(len(runs))
         self._pipeline.training.step(tuple(runs), tuple(runs), run_loss)
-        gradients.finish(self._scale)
+        loss = self._finish_gradients(gradients, losses)
         self._outside_buffers.share()
-        (loss,) = self._replay([torch.stack(losses).sum()] if losses else None)
         last = by_batch[-1]
         extra = self._outputs.share("training_step", lambda: _merge(extras[-len(last) :], last))
         precision.post_backward(loss, module)
         return {**(extra or {}), "loss": loss}
+
+    def _finish_gradients(self, gradients: PipelineGradients, losses: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Make the gradients those of the mean loss over all replicas; log on all ranks, and return this replica's loss."""
+        own_weight = self._loss_weights.take_own_total()
+        values = [torch.stack(list(losses)).sum(), *([] if own_weight is None else [own_weight])] if losses else None
+        loss, *weights = self._replay(values)
+        own_weight = weights[0] if weights else None
+        inverse = self._loss_weights.inverse_total(own_weight)
+        gradients.finish(self._scale if inverse is None else inverse.to(self._scale.dtype))
+        return loss if own_weight is None else torch.where(own_weight == 0, 0.0, loss / own_weight)
 
     def evaluate(self, name: str, arguments: StepArguments) -> PyTree[Any]:
         """Run a batch of validation, test or prediction.

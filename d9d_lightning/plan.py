@@ -151,8 +151,7 @@ def resolve_plan(module: nn.Module, plan: ParallelPlan, params: DeviceMeshParame
     """
     modules = dict(module.named_modules(remove_duplicate=False))
     data, splits, problems = _choose(modules, plan)
-    if not problems:
-        problems = list(_split_problems(splits, modules, params.tensor_parallel))
+    problems += _split_problems(splits, modules, params.tensor_parallel)
     if not splits and params.has_tensor_parallel:
         problems.append(_how_to_split(module, params.tensor_parallel))
     if problems:
@@ -206,59 +205,63 @@ def cut_dims(choice: Choice) -> Mapping[str, int | None]:
             return {}
 
 
-def _split_problems(splits: Mapping[str, Choice], modules: _Modules, degree: int) -> Iterator[str]:
-    """Say which layers cannot be split as a plan says. It is the same on every mesh, but for the sizes."""
+def _split_problems(splits: Mapping[str, Choice], modules: _Modules, degree: int) -> list[str]:
+    """Say which layers cannot be split as a plan says; blocks that repeat are named once."""
+    by_layer: dict[str, tuple[str, str]] = {}
     for name, choice in splits.items():
-        if isinstance(choice.value, ParallelStyle):
+        if isinstance(choice.value, ParallelStyle) or choice.value not in _STYLES:
             continue
-        by = f"{choice.pattern!r}: {name!r}"
-        classes = _LAYERS[choice.value]
-        if not isinstance(choice.module, classes):
-            wanted = " or ".join(f"nn.{each.__name__}" for each in classes)
-            yield f"{by} is a {type(choice.module).__name__}, but {choice.value!r} splits a {wanted}"
-        elif any(True for _ in choice.module.children()):
-            yield f"{by} has submodules of its own; name the {type(choice.module).__name__} among them"
-        elif isinstance(choice.module, nn.Embedding) and (choice.module.max_norm is not None or choice.module.sparse):
-            yield f"{by} has max_norm or sparse gradients, which a split embedding cannot have"
-        else:
-            yield from _size_problems(by, choice, degree)
-            yield from _unpaired(by, name, choice, splits, modules)
+        found = list(_layer_problems(choice)) or [*_size_problems(choice, degree), *_unpaired(name, splits, modules)]
+        if found:
+            by_layer[name] = (choice.pattern, "; ".join(found))
+    groups = collapse_numbers(by_layer)
+    reasons = [(group.name, *by_layer[group.members[0]]) for group in groups]
+    return [f"{pattern!r} splits {name}, which {reason}" for name, pattern, reason in reasons]
 
 
-def _size_problems(by: str, choice: Choice, degree: int) -> Iterator[str]:
+def _layer_problems(choice: Choice) -> Iterator[str]:
+    layer, classes = choice.module, _LAYERS[str(choice.value)]
+    if not isinstance(layer, classes):
+        wanted = " or ".join(f"nn.{each.__name__}" for each in classes)
+        yield f"is a {type(layer).__name__}, but {choice.value!r} is for {wanted}"
+    elif any(True for _ in layer.children()):
+        yield f"has submodules of its own: name the {type(layer).__name__} among them"
+    elif isinstance(layer, nn.Embedding) and (layer.max_norm is not None or layer.sparse):
+        yield "has max_norm or sparse gradients, and a split embedding cannot have them"
+
+
+def _size_problems(choice: Choice, degree: int) -> Iterator[str]:
     """Between "colwise" and "rowwise" each rank has a plain tensor, and torch takes all of them to be of one size."""
-    if choice.value not in (*_OPENING, _CLOSING):
+    dim = cut_dims(choice)["weight"]
+    if choice.value not in (*_OPENING, _CLOSING) or dim is None:
         return
-    for attribute, dim in cut_dims(choice).items():
-        weight = choice.module.get_parameter("weight")
-        if attribute == "weight" and dim is not None and weight.size(dim) % degree:
-            size = weight.size(dim)
-            valid = [divisor for divisor in range(1, size + 1) if size % divisor == 0]
-            shown = ", ".join(map(str, valid[:8]))
-            yield (
-                f"{by} has {size} features to split, which tensor_parallel ({degree}) does not divide; valid degrees "
-                f"are {shown}{', ...' if len(valid) > 8 else ''}, or use 'colwise_gather' and 'rowwise_split'"
-            )
+    size = choice.module.get_parameter("weight").size(dim)
+    if size % degree:
+        valid = [str(divisor) for divisor in range(1, size + 1) if size % divisor == 0]
+        shown = ", ".join(valid[:8]) + (", ..." if len(valid) > 8 else "")
+        yield (
+            f"has {size} features to split, which tensor_parallel ({degree}) does not divide: valid degrees are {shown}, "
+            f"and 'colwise_gather' and 'rowwise_split' take any"
+        )
 
 
-def _unpaired(by: str, name: str, choice: Choice, splits: Mapping[str, Choice], modules: _Modules) -> Iterator[str]:
+def _unpaired(name: str, splits: Mapping[str, Choice], modules: _Modules) -> Iterator[str]:
     """Tell of a layer that leaves, or takes, a part of the features where no layer of the other kind is near.
 
     Nothing would fail there, and something else would be computed.
     """
-    if choice.value == "colwise":
-        others, wanted = (_CLOSING,), "no layer beside it is 'rowwise', so that a part of the result would go on"
-        mend = "Use 'colwise_gather' for an output that is whole"
-    elif choice.value == _CLOSING:
-        others, wanted = _OPENING, "no layer beside it is 'colwise'"
-        mend = "Use 'rowwise_split' for an input that is whole"
-    else:
+    word = splits[name].value
+    if word not in ("colwise", _CLOSING):
         return
+    others = (_CLOSING,) if word == "colwise" else _OPENING
     for other, its in splits.items():
         is_other_kind = isinstance(its.value, ParallelStyle) or its.value in others
         if is_other_kind and _are_near(name, other, modules):
             return
-    yield f"{by} is {choice.value!r}, but {wanted}. {mend}"
+    if word == "colwise":
+        yield "leaves a part of its output on each rank, but no layer beside it is 'rowwise': use 'colwise_gather'"
+    else:
+        yield "takes a part of its input on each rank, but no layer beside it is 'colwise': use 'rowwise_split'"
 
 
 def _are_near(name: str, other: str, modules: _Modules) -> bool:

@@ -43,6 +43,7 @@ from d9d_lightning.explain import explain_module, steps_line
 from d9d_lightning.fsdp_steps import FsdpSteps
 from d9d_lightning.gradients import DataParallelGradients
 from d9d_lightning.launch import build_launcher, join_job, leave_job
+from d9d_lightning.loss_weights import LossWeights
 from d9d_lightning.mesh_option import MeshOption, MeshSpec
 from d9d_lightning.metrics import install_metric_sync
 from d9d_lightning.module_setup import ModelBuffers, is_on_meta, set_up_module
@@ -161,7 +162,7 @@ class D9DStrategy(ParallelStrategy):
         self._buffers: ModelBuffers | None = None
         self._pipeline_steps: PipelineSteps | None = None
         self._lightning_optimization: _AutomaticOptimization | None = None
-        self._correction = 1.0
+        self._correction: float | torch.Tensor = 1.0
         self.last_grad_norm: torch.Tensor | None = None
         """Norm over all gradients before the last clipping by norm, a scalar on the device; None before the first."""
 
@@ -344,10 +345,16 @@ class D9DStrategy(ParallelStrategy):
     def _set_up_steps(self, trainer: Trainer, module: LightningModule) -> None:
         """Let the steps of this run be packs. See [Note: three feeders]."""
         pipeline = pipeline_of(module)
+        loss_weights = LossWeights(None if self._context is None else self._context.replica_group, self.root_device)
         self._cut = None if pipeline is None else pipeline.cut
         if pipeline is not None:
             self._pipeline_steps = PipelineSteps(
-                trainer, module, pipeline, num_microbatches=self._microbatches or 1, seed=self._step_seed()
+                trainer,
+                module,
+                pipeline,
+                num_microbatches=self._microbatches or 1,
+                loss_weights=loss_weights,
+                seed=self._step_seed(),
             )
         loop = trainer.fit_loop.epoch_loop
         self._lightning_optimization = loop.automatic_optimization
@@ -356,6 +363,8 @@ class D9DStrategy(ParallelStrategy):
             module,
             num_microbatches=self._microbatches or 1,
             pipeline=self._pipeline_steps,
+            loss_weights=loss_weights,
+            num_replicas=self.mesh.data_parallel,
             correct_gradients=self._correcting_gradients,
         )
 
@@ -364,7 +373,7 @@ class D9DStrategy(ParallelStrategy):
         return self.broadcast(seed) + self._dp_rank
 
     @contextmanager
-    def _correcting_gradients(self, factor: float) -> Generator[None]:
+    def _correcting_gradients(self, factor: float | torch.Tensor) -> Generator[None]:
         self._correction = factor
         yield
         self._correction = 1.0
@@ -491,7 +500,7 @@ class D9DStrategy(ParallelStrategy):
 
     def _correct_gradients(self, module: nn.Module) -> None:
         """Take the mean over the batches that were there in place of those that were expected."""
-        if self._correction == 1.0:
+        if isinstance(self._correction, float) and self._correction == 1.0:
             return
         gradients = [local_tensor(parameter.grad) for parameter in module.parameters() if parameter.grad is not None]
         if gradients:

@@ -1,22 +1,29 @@
 """torchmetrics and self.log count every sample once."""
 
-import copy
-import pickle
-
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from torchmetrics import MeanMetric, MetricCollection, SumMetric
+from torchmetrics import MaxMetric, MetricCollection, SumMetric
 from torchmetrics.aggregation import CatMetric
 from torchmetrics.classification import BinaryAUROC, MulticlassAccuracy, MulticlassAUROC
 
 from d9d.core.dist_context import DeviceMeshParameters
+from d9d_lightning import metric_sync
 from d9d_lightning.launch import join_job
-from d9d_lightning.metrics import gather_metric_state, install_metric_sync
-from tests.d9d_lightning.support import MESHES, NUM_FEATURES, PoolEnvironment, Regression, build_trainer, seeded
+from d9d_lightning.metrics import install_metric_sync
+from tests.d9d_lightning.support import (
+    MESHES,
+    NUM_FEATURES,
+    PoolEnvironment,
+    Regression,
+    build_trainer,
+    make_samples,
+    rank_loader,
+    seeded,
+)
 
 NUM_CLASSES = 3
 
@@ -69,27 +76,6 @@ def test_a_rank_without_data_adds_nothing(idle_rank, num_updates):
 def test_no_rank_with_data():
     metric = metric_of(CatMetric(), data_parallel_shard=2)
     assert len(metric.compute()) == 0
-
-
-@pytest.mark.world_size(2)
-def test_states_keep_shape_type_and_graph():
-    context = join_job(DeviceMeshParameters(data_parallel_shard=2), PoolEnvironment(), 2, torch.device("cpu"))
-    rank = dist.get_rank()
-    state = torch.full((rank + 1, 2), float(rank), requires_grad=True)
-    states = gather_metric_state(state)
-    assert [tuple(gathered.shape) for gathered in states] == [(1, 2), (2, 2)]
-    assert states[rank] is state
-    assert states[1 - rank].unique().tolist() == [1 - rank]
-    assert context.dp_size == 2
-
-
-@pytest.mark.world_size(2)
-def test_metrics_can_be_copied_and_pickled():
-    metric = metric_of(MetricCollection([SumMetric(), MeanMetric()]), data_parallel_shard=2)
-    del metric.context
-    metric.update(1.0)
-    for copied in (copy.deepcopy(metric), metric.clone(), pickle.loads(pickle.dumps(metric))):  # noqa: S301
-        assert all(child.dist_sync_fn is gather_metric_state for child in copied.values())
 
 
 class Classifier(Regression):
@@ -159,3 +145,51 @@ def test_means_weigh_ranks_by_their_samples():
     loader = DataLoader(TensorDataset(torch.zeros(1, 1)))
     [result] = build_trainer({"data_parallel_replicate": 2}).validate(seeded(UnevenLog), loader)
     assert result["value"] == pytest.approx(11 / 7, abs=1e-6)
+
+
+class ManyMetrics(Regression):
+    """Logs metrics in steps, and further ones when an epoch ends."""
+
+    def __init__(self):
+        super().__init__()
+        self.scores = MetricCollection({"sum": SumMetric(), "largest": MaxMetric()}, prefix="scores/")
+        self.count = SumMetric()
+        self.num_epochs = SumMetric()
+        self.at_end = None
+
+    def training_step(self, batch, batch_idx):
+        values = batch[0].sum(-1)
+        self.scores.update(values)
+        self.count.update(len(values))
+        self.log_dict(self.scores, on_step=False, on_epoch=True)
+        self.log("count", self.count, on_step=False, on_epoch=True, prog_bar=True)
+        return super().training_step(batch, batch_idx)
+
+    def on_train_epoch_end(self):
+        self.num_epochs.update(1)
+        self.log("num_epochs", self.num_epochs)
+        self.at_end = self.count.compute().item()
+
+
+@pytest.mark.world_size(2)
+def test_metrics_logged_in_steps_are_gathered_at_once(monkeypatch):
+    """The progress bar of rank 0 reads them before `on_train_epoch_end` of the module logs another."""
+    gathered = []
+
+    def counted(syncs, route, device):
+        gathered.append(sorted(sync.name for sync in syncs))
+        return gather(syncs, route, device)
+
+    gather = metric_sync._gather
+    monkeypatch.setattr(metric_sync, "_gather", counted)
+    x, y = make_samples(8)
+    loader = rank_loader((x, y), 4, dist.get_rank(), 2)
+    module = seeded(ManyMetrics)
+    trainer = build_trainer({"data_parallel_replicate": 2}, enable_progress_bar=True, max_epochs=2)
+    trainer.fit(module, loader)
+    values = {name: value.item() for name, value in trainer.callback_metrics.items()}
+    expected = {"scores/sum": x.sum().item(), "scores/largest": x.sum(-1).max().item(), "count": 8, "num_epochs": 2}
+    assert values == pytest.approx(expected)
+    assert module.at_end == 8
+    together = ["count", "scores.largest", "scores.sum"]
+    assert gathered == [together, ["count"], ["num_epochs"]] * 2

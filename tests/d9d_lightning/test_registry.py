@@ -38,6 +38,10 @@ def same_names_afterwards():
             {"mesh": {"data_parallel_shard": -1, "pipeline_parallel": 16}, "schedule": "zero_bubble_v"},
         ),
         (
+            "pp4_zero_bubble",
+            {"mesh": {"data_parallel_replicate": -1, "pipeline_parallel": 4}, "schedule": "zero_bubble"},
+        ),
+        (
             "pp2_1f1b_mb4",
             {
                 "mesh": {"data_parallel_replicate": -1, "pipeline_parallel": 2},
@@ -61,6 +65,7 @@ def test_names(name, options):
         ("pp2_", "'' is not understood"),
         ("pp2x", "'pp2x' is not understood"),
         ("inference", "not understood"),
+        ("pp2_zero_bubble_w", "'w' is not understood"),
         ("tp2_pp2_tp4", "one thing twice: tp"),
         ("gpipe_1f1b", "one thing twice: schedule"),
         ("shard2_fsdp", "one thing twice: fsdp beside shard"),
@@ -136,7 +141,6 @@ CLASS = "--trainer.strategy=d9d_lightning.D9DStrategy"
         (["--trainer.strategy.mesh.data_parallel_shard=-1"], {"data_parallel_shard": 4}),
         (["--trainer.strategy.mesh.data_parallel_shard=auto"], {"data_parallel_shard": 4}),
         (["--trainer.strategy.mesh=auto"], {"data_parallel_replicate": 4}),
-        ([], {"data_parallel_replicate": 4}),
     ],
 )
 def test_command_line_with_the_class(mesh, expected):
@@ -152,6 +156,7 @@ def test_command_line_takes_every_simple_option(tmp_path):
         "--trainer.strategy.schedule=gpipe",
         "--trainer.strategy.pipeline_module=model",
         "--trainer.strategy.launcher=fork",
+        "--trainer.strategy.stages.balance=layers",
         "--trainer.strategy.timeout_s=60",
         "--trainer.strategy.parallelize={'blocks.*': 'shard'}",
         "--trainer.devices=2",
@@ -169,9 +174,8 @@ def test_config_files(tmp_path):
         "    init_args:\n"
         "      mesh: {data_parallel_shard: -1, pipeline_parallel: 2}\n"
         "      pipeline_module: blocks\n"
-        "      schedule:\n"
-        "        class_path: d9d.pipelining.factory.PipelineSchedule1F1BConfig\n"
-        "        init_args: {num_stages_per_rank: 2, zero_bubble: true}\n"
+        "      schedule: {schedule: 1f1b, num_stages_per_rank: 2, zero_bubble: true}\n"
+        "      stages: {boundaries: [1, 2, 3]}\n"
         "      parallelize: {blocks.*: shard}\n"
     )
     strategy = strategy_of(f"--config={config}")

@@ -1,0 +1,136 @@
+"""Losses that count for different amounts, such as means over different numbers of tokens.
+
+A step may return ``{"loss": mean, "loss_weight": count}``. The loss of an optimizer step is then the weighted mean over all
+microbatches of all data-parallel ranks, ``sum(loss * weight) / sum(weight)``, whatever they are cut into. Backward passes
+start from ``loss * weight``, and gradients are divided once, when the total weight is known.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd.graph import Node
+
+from d9d.core.device import accumulator_dtype
+from d9d.core.types import PyTree
+
+__all__ = ["LossWeights"]
+
+_KEY = "loss_weight"
+
+
+class LossWeights:
+    """Adds up the weights of the losses of an optimizer step."""
+
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
+        """Begin a step without weights.
+
+        Args:
+            group: Ranks with other samples; None on one process.
+            device: Device of this rank.
+        """
+        self._group = group
+        self._device = device
+        self._weights: list[torch.Tensor] = []
+        self._has_agreed = False
+
+    # `Any`: what the user's step has returned.
+    def weigh(self, loss: torch.Tensor, output: PyTree[Any], share: float) -> torch.Tensor:
+        """Return what the backward pass of a microbatch starts from.
+
+        Args:
+            loss: Loss that the step has returned.
+            output: All that it has returned.
+            share: What the microbatch counts for if the step gives no weight.
+
+        Returns:
+            ``loss * weight``, which has a gradient of exactly 0 where the weight is 0, also if the loss is not finite.
+            Without a weight ``loss * share``.
+
+        Raises:
+            ValueError: If a weight is negative, not finite or not one number.
+        """
+        given = output.get(_KEY) if isinstance(output, Mapping) else None
+        if given is None:
+            return loss * share
+        weight = torch.as_tensor(given).detach()
+        if weight.numel() != 1:
+            raise ValueError(f"training_step returned a {_KEY} of shape {tuple(weight.shape)}: it must be one number.")
+        # Waits for an accelerator, unless the weight is a number or on the host.
+        value = float(weight)
+        if not 0 <= value < float("inf"):
+            raise ValueError(f"training_step returned a {_KEY} of {value}: it must be at least 0, and finite.")
+        self._weights.append(weight.to(self._device, accumulator_dtype(self._device)).reshape(()))
+        if value == 0:
+            _silence(loss)
+            return torch.where(weight.to(loss.device) == 0, 0.0, loss)
+        return loss * value
+
+    @property
+    def is_weighted(self) -> bool:
+        """Whether a microbatch of this step came with a weight."""
+        return bool(self._weights)
+
+    def take_own_total(self) -> torch.Tensor | None:
+        """Return the weight of the step on this rank, a scalar; None if it has none. Begins the next step."""
+        total = torch.stack(self._weights).sum() if self._weights else None
+        self._weights.clear()
+        return total
+
+    def inverse_total(self, own_total: torch.Tensor | None) -> torch.Tensor | None:
+        """Return 1 / the weight of the step over all ranks, a scalar; None if there are no weights.
+
+        All ranks of the group must call it.
+
+        Args:
+            own_total: Weight of this rank.
+
+        Raises:
+            RuntimeError: On all ranks, if some give weights and others do not, or the total is 0.
+        """
+        if self._group is not None and not self._has_agreed:
+            self._has_agreed = True
+            _agree(own_total is not None, self._group, self._device)
+        if own_total is None:
+            return None
+        total = own_total.clone()
+        if self._group is not None:
+            dist.all_reduce(total, group=self._group)
+        if float(total) == 0:
+            raise RuntimeError(
+                f"the {_KEY} of all microbatches of this step is 0 on all ranks, so there is nothing to learn from. Check "
+                f"the labels of the data, or leave such batches out."
+            )
+        return 1.0 / total
+
+
+def _agree(is_weighted: bool, group: dist.ProcessGroup, device: torch.device) -> None:
+    counts = torch.tensor([int(is_weighted), 1], device=device)
+    dist.all_reduce(counts, group=group)
+    num_weighted, num_ranks = counts.tolist()
+    if num_weighted not in (0, num_ranks):
+        raise RuntimeError(
+            f"training_step returned a {_KEY} on {num_weighted} of {num_ranks} data-parallel ranks. Return it always, or "
+            f"never."
+        )
+
+
+def _silence(loss: torch.Tensor) -> None:
+    """Let every gradient below a loss be 0, also where it would be 0 * infinity, as behind 0 / 0."""
+    pending = [loss.grad_fn]
+    seen: set[Node] = set()
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node.next_functions:
+            node.register_hook(_zeros)
+            pending += [following for following, _ in node.next_functions]
+
+
+def _zeros(
+    grad_inputs: tuple[torch.Tensor | None, ...], grad_outputs: tuple[torch.Tensor | None, ...]
+) -> tuple[torch.Tensor | None, ...]:
+    return tuple(None if gradient is None else torch.zeros_like(gradient) for gradient in grad_inputs)
