@@ -2,17 +2,20 @@
 
 import contextlib
 import logging
+import sys
 import time
 import weakref
 
 import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerStatus
+from torch._C._distributed_c10d import Store  # torch.distributed re-exports it, and does not say so (torch 2.13)
 from torch.distributed.distributed_c10d import (
     _get_default_store,  # pyright: ignore[reportPrivateUsage]  # the store has no public name (torch 2.13)
 )
 
 from d9d.core.dist_context import DistributedContext
+from d9d.pipelining.failure import PipelinePeerError
 from d9d.pipelining.p2p import close_group
 
 _log = logging.getLogger(__name__)
@@ -64,13 +67,23 @@ class RunFailure:
         self._run = _get_default_store().add(f"d9d/runs/{context.rank}", 1)
 
     @property
+    def is_interrupted(self) -> bool:
+        """Whether this rank has raised, in this run."""
+        return self._trainer.state.status == TrainerStatus.INTERRUPTED
+
+    @property
     def is_alone(self) -> bool:
         """Whether this rank has raised and not all others have. The first look after that may wait; see `LIMIT_S`."""
-        if self._trainer.state.status != TrainerStatus.INTERRUPTED:
+        if not self.is_interrupted:
             return False
         if self._is_alone is None:
             self._is_alone = self._meet() == _SOME
         return self._is_alone
+
+    def give_up(self, error: Exception) -> None:
+        """Take part in no collective of this run any more, after one has failed although all ranks had come."""
+        self._is_alone = True
+        _log.warning("rank %d: no checkpoint is written: %s", self._context.rank, _described(error))
 
     def end(self, exception: BaseException) -> None:
         """Let ranks that wait for this one fail too, unless all have raised. Call it when callbacks are through.
@@ -98,6 +111,9 @@ class RunFailure:
         rank, size = self._context.rank, self._context.world_size
         try:
             store = _get_default_store()
+            if _is_lost_connection(sys.exc_info()[1]):
+                # Gloo has closed the connections, whoever comes.
+                return store.compare_set(self._key("decision"), "", _SOME).decode()
             store.set(self._key(rank), "raised")
             decision = self._wait_for_others(store, size)
         except RuntimeError as error:
@@ -114,7 +130,7 @@ class RunFailure:
             )
         return decision
 
-    def _wait_for_others(self, store: dist.Store, size: int) -> str:
+    def _wait_for_others(self, store: Store, size: int) -> str:
         end_s = time.monotonic() + self._limit_s
         has_warned = False
         while not store.check([self._key("decision")]):
@@ -127,6 +143,14 @@ class RunFailure:
                 _log.warning("rank %d has failed, and waits for other ranks to fail too.", self._context.rank)
             time.sleep(_POLL_S)
         return store.get(self._key("decision")).decode()
+
+
+def _is_lost_connection(error: BaseException | None) -> bool:
+    """Tell whether an exception comes from a collective, rather than from what a rank has computed."""
+    # Gloo has no type of its own.
+    return isinstance(error, dist.DistError | PipelinePeerError) or (
+        isinstance(error, RuntimeError) and any(word in str(error) for word in ("gloo", "Connection closed by peer"))
+    )
 
 
 def _described(error: BaseException) -> str:

@@ -10,8 +10,17 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from d9d.core.fsdp_internals import fsdp_units
+from d9d.core.fsdp_internals import fsdp_units, show_shards
 from d9d_lightning.parallelize import outermost_with_forward
+from d9d_lightning.pipeline_cut import pipeline_of
+
+
+def show_module_shards(module: nn.Module) -> None:
+    """Let ``parameters()`` of a LightningModule show the shards: FSDP leaves some gathered. No communication."""
+    pipeline = pipeline_of(module)
+    # A stage is an FSDP unit, and no submodule of the LightningModule.
+    for root in (module, *(() if pipeline is None else pipeline.stages)):
+        show_shards(fsdp_units(root))
 
 
 class FsdpSteps:

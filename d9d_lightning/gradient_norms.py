@@ -2,6 +2,7 @@
 # torch exports its foreach operations under private names only (torch 2.13)
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
 
+import functools
 import math
 
 import torch
@@ -15,6 +16,7 @@ from typing_extensions import override
 
 from d9d.core.device import accumulator_dtype
 from d9d.core.placement import groups_where, local_tensor
+from d9d_lightning.launch import active_context
 from d9d_lightning.precision import NormScope
 from d9d_lightning.strategy import D9DStrategy
 
@@ -39,6 +41,7 @@ def grad_norm(module: nn.Module, norm_type: float | str, group_separator: str = 
 
     Raises:
         ValueError: If `norm_type` is not positive.
+        NotImplementedError: For anything but a LightningModule with pipeline stages.
     """
     order = float(norm_type)
     if order <= 0:
@@ -50,7 +53,8 @@ def grad_norm(module: nn.Module, norm_type: float | str, group_separator: str = 
         norms = _of_all_stages(named, norms, strategy.norm_scope())
     result = {f"grad_{order}_norm{group_separator}{name}": norm for name, norm in norms.items()}
     if norms:
-        total = torch.stack([norm.to(torch.get_default_dtype()) for norm in norms.values()]).norm(order)
+        dtype = functools.reduce(torch.promote_types, [norm.dtype for norm in norms.values()])
+        total = torch.stack([norm.to(dtype) for norm in norms.values()]).norm(order)
         result[f"grad_{order}_norm_total"] = total
     return result
 
@@ -93,6 +97,12 @@ def _over_shards(local: _Norms, order: float, groups: tuple[dist.ProcessGroup, .
 def _strategy_of(module: nn.Module) -> D9DStrategy | None:
     trainer = module.trainer if isinstance(module, LightningModule) and module._trainer is not None else None
     strategy = None if trainer is None else trainer.strategy
+    context = active_context()
+    if strategy is None and context is not None and context.mesh_params.has_pipeline_parallel:
+        raise NotImplementedError(
+            f"grad_norm of a {type(module).__name__} with pipeline_parallel > 1: stages of other ranks are known for the "
+            f"LightningModule alone. Pass that, and pick the names."
+        )
     return strategy if isinstance(strategy, D9DStrategy) else None
 
 

@@ -29,8 +29,8 @@ _STEPS = ("training_step", "validation_step", "test_step")
 def install_metric_sync(module: nn.Module) -> None:
     """Let every metric below a module use the mesh, unless it says itself how to gather. No communication.
 
-    Needed again for metrics made since; cheap enough for every epoch. With the module of a running Trainer, metrics
-    that were logged in steps exchange their states at once when an epoch ends.
+    Needed again for metrics made since; cheap enough for every epoch. With the module of a running Trainer it happens by
+    itself when an epoch ends, before any hook, and metrics that were logged in steps exchange their states at once then.
     """
     _install_below(module, "")
     if isinstance(module, LightningModule) and module._trainer is not None:
@@ -112,7 +112,7 @@ def _results_of(trainer: "Trainer") -> Iterator[_ResultCollection]:
 
 
 class _EpochEnd:
-    """Stands for ``epoch_end_reached`` of Lightning's connector, and computes what training steps have logged.
+    """Stands for ``epoch_end_reached`` of Lightning's connector, and also computes what training steps have logged.
 
     [Note: ranks that read alone]
     Progress bars read the results on rank 0 alone, before the module's hooks at the end of an epoch. Rank 0 would then
@@ -124,10 +124,14 @@ class _EpochEnd:
         self._connector = connector
 
     def __call__(self) -> None:
-        connector = self._connector
+        connector, trainer = self._connector, self._connector.trainer
         type(connector).epoch_end_reached(connector)
-        results = connector.trainer._results if connector.trainer.training else None
-        if results is not None and active_domains() is not None:
+        if active_domains() is None:
+            return
+        # For metrics that steps have made.
+        _install_below(trainer.lightning_module, "")
+        results = trainer._results if trainer.training else None
+        if results is not None:
             results.metrics(on_step=False)
 
 
@@ -151,7 +155,5 @@ class _EpochMetrics:
         for _, item in self._results.valid_items():
             is_step = item.meta.fx.split(".")[0] in _STEPS
             if is_step and item.meta.on_epoch and not item.is_tensor and item._computed is None:
-                # Made in a step, perhaps, and not seen since.
-                _install_below(item.value, item.meta.metric_attribute or "")
                 pending.append(item.value)
         return pending

@@ -65,28 +65,29 @@ class OutputExchange:
         """
         if not self._wanted.get(name, True):
             return None
-        # Only as bytes it is certain that it can be sent: an error in between would leave the others waiting.
         is_source = self._group.rank() == self._source
-        message: list[tuple[bytes | None, str | None]] = [(None, None)]
+        message: list[tuple[PyTree[Any], str | None]] = [(None, None)]
         output: PyTree[Any] = None
         failure: Exception | None = None
         if is_source:
             try:
                 output = build()
-                buffer = io.BytesIO()
-                torch.save(move_data_to_device(output, torch.device("cpu")), buffer)
-                message = [(buffer.getvalue(), None)]
+                message = [(_sendable(output), None)]
             except Exception as error:  # noqa: BLE001  # raised below, on all ranks
                 failure = error
                 message = [(None, f"{type(error).__name__}: {error}")]
         dist.broadcast_object_list(message, group=self._group, group_src=self._source, device=self._device)
-        content, problem = message[0]
-        if content is None:
+        received, problem = message[0]
+        if problem is not None:
             raise RuntimeError(f"the output of {name} on the last stage can not be used: {problem}") from failure
-        if is_source:
-            return output
-        # From a rank of this job, which may return objects of any class.
-        return move_data_to_device(torch.load(io.BytesIO(content), weights_only=False), self._device)
+        return output if is_source else move_data_to_device(received, self._device)
+
+
+def _sendable(output: PyTree[Any]) -> PyTree[Any]:
+    """Return an output on the host, if it can be sent: an error within the collective would leave the others waiting."""
+    on_host = move_data_to_device(output, torch.device("cpu"))
+    torch.save(on_host, io.BytesIO())
+    return on_host
 
 
 def _looks_at_outputs(hook: str) -> Callable[[Callback], bool]:

@@ -14,10 +14,12 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from torchmetrics import Metric
 
+from d9d.core.dist_ops import all_gather_object
 from d9d.core.fsdp_internals import fsdp_units
 from d9d.core.pytree import tree_leaves
 from d9d.core.types import PyTree
 from d9d.internals.determinism import seeded
+from d9d.pipelining.agreement import checksum_of_tensors
 from d9d_lightning.log_exchange import LogExchange
 from d9d_lightning.log_replay import LogRecorder, replay
 from d9d_lightning.loss_weights import LossWeights
@@ -85,6 +87,7 @@ class PipelineSteps:
         self._loss_weights = loss_weights
         self._seed = seed
         self._num_evaluations = 0
+        self._compared: set[str] = set()
         self._recorder = LogRecorder(module)
         self._logs = LogExchange(module, pipeline.group, pipeline.last_rank, pipeline.device)
         self._outputs = OutputExchange(trainer, module, pipeline.group, pipeline.last_rank, pipeline.device)
@@ -198,7 +201,21 @@ class PipelineSteps:
             self._gradients.release()
             self._gradients = None
 
+    def _compare_batches(self, name: str, arguments: StepArguments) -> None:
+        """Refuse batches that differ between the ranks of a pipeline, the first time that a step runs."""
+        if name in self._compared:
+            return
+        self._compared.add(name)
+        checksums = all_gather_object(checksum_of_tensors(arguments.batch), self._pipeline.group)
+        if len(set(checksums)) > 1:
+            raise RuntimeError(
+                f"{name} gets different batches on the ranks of a pipeline, so that losses would be computed on targets "
+                f"that belong to other inputs. A sampler of your own must look at the data-parallel rank (Lightning's "
+                f"does), and shuffle and augment with a seed that these ranks have in common."
+            )
+
     def _runs(self, name: str, arguments: StepArguments, *progress: int) -> "list[_Run]":
+        self._compare_batches(name, arguments)
         return [
             _Run(self, name, arguments, part, zlib.crc32(repr((self._seed, name, *progress, index)).encode()))
             for index, part in enumerate(split_batch(arguments.batch, self._num_microbatches, self._module))

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from d9d.core.dist_context import DeviceMeshParameters
 from d9d.core.placement import local_tensor
-from d9d.internals.grad_norm import LocalGradients, ParametersForNorm, clip_local_gradients_, group_parameters_for_norm
+from d9d.internals.grad_norm import ParametersForNorm, clip_local_gradients_, group_parameters_for_norm
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,10 +80,11 @@ class MeshClipping:
 
     def _clip(self, optimizer: Optimizer, max_norm: float | None) -> torch.Tensor:
         scope, groups = self._grouped(optimizer)
-        gradients: list[LocalGradients] = []
-        for parameters, is_counted in groups:
-            for group in parameters.groups:
-                gradients.append(dataclasses.replace(group.local_gradients(), is_counted=is_counted))
+        gradients = [
+            dataclasses.replace(group.local_gradients(), is_counted=is_counted)
+            for parameters, is_counted in groups
+            for group in parameters.groups
+        ]
         return clip_local_gradients_(gradients, max_norm, norm_type=2.0, pp_mesh=scope.pipeline)
 
     def _grouped(self, optimizer: Optimizer) -> tuple[NormScope, list[_Grouped]]:

@@ -30,9 +30,10 @@ def check_callbacks(trainer: Trainer, params: DeviceMeshParameters, module: Ligh
     split = [f"{name}={degree}" for name, degree in params.model_dump().items() if name in _SPLITTING and degree > 1]
     if not split and any(isinstance(parameter, DTensor) for parameter in module.parameters()):
         split = ["distributed parameters"]
+    callbacks: list[Callback] = vars(trainer)["callbacks"]  # Lightning does not declare it
     problems = [
         problem
-        for callback in trainer.callbacks
+        for callback in callbacks
         if (problem := _problem(callback, ", ".join(split), params.is_distributed)) is not None
     ]
     if problems:

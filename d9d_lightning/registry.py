@@ -19,7 +19,9 @@ _DEGREES = {
     "shard": "data_parallel_shard",
     "tp": "tensor_parallel",
 }
-_WORD = re.compile(rf"_({'|'.join(map(re.escape, sorted(TRAINING_SCHEDULES, key=len, reverse=True)))}|fsdp|(?:{'|'.join(_DEGREES)}|mb)[1-9][0-9]*)(?=_|$)")
+_WORD = re.compile(
+    rf"_({'|'.join(map(re.escape, sorted(TRAINING_SCHEDULES, key=len, reverse=True)))}|fsdp|(?:{'|'.join(_DEGREES)}|mb)[1-9][0-9]*)(?=_|$)"
+)
 _GRID = (2, 4, 8)
 """Degrees of tensor and pipeline parallelism whose names are known from the start."""
 

@@ -13,7 +13,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.connectors.signal_connector import _SIGNUM, _SignalConnector
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from lightning.pytorch.utilities.rank_zero import rank_prefixed_message
+from lightning_utilities.core.rank_zero import rank_prefixed_message
 from typing_extensions import override
 
 from d9d.core.dist_context import DistributedContext

@@ -69,22 +69,26 @@ def find_layers(pipelined: nn.Module, patterns: Sequence[str] | None) -> tuple[l
 
 
 def _how_to_name_layers(pipelined: nn.Module) -> str:
-    stacks = [
-        name
-        for name, child in pipelined.named_modules()
-        if name and isinstance(child, nn.ModuleList | nn.Sequential) and len(child) > 1
-    ]
-    stacks = [name for name in stacks if not any(name.startswith(f"{other}.") for other in stacks)]
-    children = [f"{name}.*" if name in stacks else name for name, _ in pipelined.named_children()]
-    nested = [f"{name}.*" for name in stacks if "." in name]
-    hint = f" Stacks of layers are {', '.join(map(repr, stacks))}." if stacks else ""
-    example = ", ".join(f'"{name}"' for name in (children if not nested else [*children, *nested]))
+    example = ", ".join(f'"{name}"' for name in _likely_layers(pipelined, ""))
     return (
         f"{type(pipelined).__name__} is no plain nn.Sequential, so it is not known what its forward() calls. If that is "
         f"x = layer(x), one layer after another, name the layers in calling order, such as "
-        f"PipelineStages(layers=[{example}])."
-        f"{hint} Else write it in this form"
+        f"PipelineStages(layers=[{example}]). Else write it in this form"
     )
+
+
+def _likely_layers(module: nn.Module, prefix: str) -> Iterator[str]:
+    for name, child in module.named_children():
+        if _is_stack(child):
+            yield f"{prefix}{name}.*"
+        elif any(_is_stack(inner) for inner in child.modules()):
+            yield from _likely_layers(child, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}"
+
+
+def _is_stack(module: nn.Module) -> bool:
+    return isinstance(module, nn.ModuleList | nn.Sequential) and len(module) > 1
 
 
 def _nested_layers(names: Sequence[str]) -> list[str]:

@@ -71,7 +71,8 @@ class PipelineStages:
     """Cost of each layer instead, in any unit; see `measure_layer_costs`."""
     transfer_spec: TransferSpec | None = None
     """Function of (stage, *arguments of the pipelined call) that describes what the stage sends to the next one, as a tree
-    of `TensorSpec`. None: found out by running the layers without data, which needs no values for shapes."""
+    of `TensorSpec`. None: found by running the layers without data, once for each new shape of the call, which takes some
+    milliseconds a layer. Layers whose output shapes depend on values need it."""
 
     def __post_init__(self) -> None:
         """Refuse what can not be meant, whatever the module is.

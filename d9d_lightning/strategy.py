@@ -26,7 +26,6 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from d9d.core.dist_context import DENSE_DOMAIN, DeviceMeshParameters, DistributedContext
-from d9d.core.fsdp_internals import fsdp_units
 from d9d.core.mesh_groups import RankLayout
 from d9d.core.placement import local_tensor
 from d9d.optim.local_shards import localize_optimizer
@@ -40,7 +39,8 @@ from d9d_lightning.checkpoint import (
 from d9d_lightning.collectives import all_gather_stacked, reduce_over
 from d9d_lightning.config_check import LauncherName, refuse_problems, strategy_problems
 from d9d_lightning.explain import explain_module, steps_line
-from d9d_lightning.fsdp_steps import FsdpSteps
+from d9d_lightning.failures import RunFailure
+from d9d_lightning.fsdp_steps import FsdpSteps, show_module_shards
 from d9d_lightning.gradients import DataParallelGradients
 from d9d_lightning.launch import build_launcher, join_job, leave_job
 from d9d_lightning.loss_weights import LossWeights
@@ -57,9 +57,12 @@ from d9d_lightning.pipeline_cut import PipelineOptions, pipeline_of
 from d9d_lightning.pipeline_gradients import PipelineGradients
 from d9d_lightning.pipeline_step import PipelineSteps, StepArguments
 from d9d_lightning.plan import Parallelize, ParallelPlan, read_plan
-from d9d_lightning.precision import NormScope, install_mesh_clipping
+from d9d_lightning.precision import MeshClipping, NormScope, install_mesh_clipping
+from d9d_lightning.refusals import check_callbacks
 from d9d_lightning.schedule_option import ScheduleSpec, schedule_config
+from d9d_lightning.signals import AgreedSignals
 from d9d_lightning.stages import PipelineStages
+from d9d_lightning.summaries import install_summaries, keep_summaries, release_summaries
 from d9d_lightning.tensor_parallel import share_random_state
 
 T = TypeVar("T")
@@ -73,6 +76,8 @@ _OF_A_RUN = (
     "_buffers",
     "_pipeline_steps",
     "_lightning_optimization",
+    "_failure",
+    "_signals",
 )
 """Attributes that hold process groups and hooks of a running job."""
 
@@ -163,6 +168,9 @@ class D9DStrategy(ParallelStrategy):
         self._pipeline_steps: PipelineSteps | None = None
         self._lightning_optimization: _AutomaticOptimization | None = None
         self._correction: float | torch.Tensor = 1.0
+        self._clipping: MeshClipping | None = None
+        self._failure: RunFailure | None = None
+        self._signals: AgreedSignals | None = None
         self.last_grad_norm: torch.Tensor | None = None
         """Norm over all gradients before the last clipping by norm, a scalar on the device; None before the first."""
 
@@ -265,6 +273,12 @@ class D9DStrategy(ParallelStrategy):
             return state["state_dict"]
         return gather_checkpoint(state, keep=self.is_global_zero, cut=self._cut)["state_dict"]
 
+    def __repr__(self) -> str:
+        # Shown by a Trainer of the other Lightning when it refuses the strategy. See [Note: two Lightnings].
+        is_of_other = ParallelStrategy.__module__.startswith("pytorch_lightning")
+        hint = "" if is_of_other else " (pytorch_lightning takes that of the module d9d_lightning.pytorch_lightning)"
+        return f"{type(self).__name__}{hint}"
+
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what belongs to a run: process groups stay in their process."""
         return vars(self) | dict.fromkeys(_OF_A_RUN)
@@ -282,6 +296,8 @@ class D9DStrategy(ParallelStrategy):
     def setup_environment(self) -> None:
         super().setup_environment()
         self.set_world_ranks()
+        if self.lightning_module is not None:
+            check_callbacks(self.lightning_module.trainer, self.mesh, self.lightning_module)
         if not self.mesh.is_distributed:
             leave_job()
             return
@@ -291,6 +307,8 @@ class D9DStrategy(ParallelStrategy):
         self._context = join_job(self.mesh, self.cluster_environment, len(self.parallel_devices), self.root_device)
         if self._timeout_s is not None:
             self._context.set_timeout(self._timeout_s)
+        if self.lightning_module is not None:
+            self._failure = RunFailure(self._context, self.lightning_module.trainer, self._timeout_s)
 
     @override
     def connect(self, model: LightningModule) -> None:
@@ -308,6 +326,8 @@ class D9DStrategy(ParallelStrategy):
             share_random_state(self._context)
         if not is_parallelized(module, self._context):
             layer_sync = self._layer_sync if is_fitting else None
+            if self._pipeline_options is not None:
+                keep_summaries(trainer, module)
             set_up_module(
                 module,
                 self._context,
@@ -327,6 +347,10 @@ class D9DStrategy(ParallelStrategy):
             # Parameters that FSDP gathers under inference mode could not be trained afterwards.
             loop.inference_mode = loop.inference_mode and self._context is None
         if self._context is not None:
+            # Again: a function of the user's may have made distributed parameters on any mesh.
+            check_callbacks(trainer, self.mesh, module)
+            self._signals = AgreedSignals.install(trainer, self._context)
+            install_summaries(trainer)
             install_metric_sync(module)
         if is_fitting:
             self.setup_optimizers(trainer)
@@ -435,6 +459,10 @@ class D9DStrategy(ParallelStrategy):
         if self._lightning_optimization is not None and self.lightning_module is not None:
             self.lightning_module.trainer.fit_loop.epoch_loop.automatic_optimization = self._lightning_optimization
             self._lightning_optimization = None
+        if self._signals is not None:
+            release_summaries(self._signals.trainer)
+            self._signals.release()
+            self._signals = None
         if self._context is None:
             super().teardown()
             return
@@ -455,12 +483,20 @@ class D9DStrategy(ParallelStrategy):
     def precision_plugin(self, precision_plugin: Precision | None) -> None:
         self._precision_plugin = precision_plugin
         if precision_plugin is not None:
-            install_mesh_clipping(precision_plugin, self.mesh, self._keep_grad_norm, self._norm_scope)
+            self._clipping = install_mesh_clipping(
+                precision_plugin, self.mesh, self._keep_grad_norm, self.norm_scope
+            )
 
     def _keep_grad_norm(self, norm: torch.Tensor) -> None:
         self.last_grad_norm = norm
 
-    def _norm_scope(self) -> NormScope:
+    def measure_grad_norm(self, optimizer: Optimizer) -> None:
+        """Set `last_grad_norm` to the norm over an optimizer's gradients, as they are now. All ranks must call it."""
+        if self._clipping is not None:
+            self._clipping.measure(optimizer)
+
+    def norm_scope(self) -> NormScope:
+        """Return what norms of gradients extend over on this rank, besides shards."""
         pipeline = pipeline_of(self._connected_module)
         if pipeline is None or self._context is None:
             return NormScope()
@@ -576,11 +612,8 @@ class D9DStrategy(ParallelStrategy):
     @override
     def on_validation_end(self) -> None:
         """Let ``parameters()`` show the shards again: without a backward pass FSDP leaves some gathered."""
-        if self._pipeline_steps is not None:
-            self._pipeline_steps.free_gathered()
-        elif self._context is not None:
-            for unit in fsdp_units(self._connected_module):
-                unit.reshard()
+        if self._context is not None:
+            show_module_shards(self._connected_module)
 
     on_test_start = on_predict_start = on_validation_start
     on_test_end = on_predict_end = on_validation_end
@@ -589,14 +622,25 @@ class D9DStrategy(ParallelStrategy):
         if self._context is not None:
             install_metric_sync(self._connected_module)
 
+    @property
+    def _is_alone(self) -> bool:
+        """Whether this rank has raised, and others have not: see [Note: failing alone]."""
+        return self._failure is not None and self._failure.is_alone
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
+        if self._failure is not None:
+            self._failure.end(exception)
+
     @override
     def barrier(self, name: str | None = None) -> None:
-        if self._context is not None:
+        if self._context is not None and not self._is_alone:
             dist.barrier()
 
     @override
     def broadcast(self, obj: T, src: int = 0) -> T:
-        if self._context is None:
+        if self._context is None or self._is_alone:
             return obj
         objects: list[T] = [obj]
         dist.broadcast_object_list(objects, src)
@@ -615,13 +659,13 @@ class D9DStrategy(ParallelStrategy):
         process and before the job has started.
         """
         group = group or (None if self._context is None else self._context.data_group)
-        if self._context is None or group is None or not isinstance(tensor, torch.Tensor):
+        if self._context is None or group is None or not isinstance(tensor, torch.Tensor) or self._is_alone:
             return tensor
         return reduce_over(tensor, group, "mean" if reduce_op is None else reduce_op)
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # Lightning's name
-        if self._context is None:
+        if self._context is None or self._is_alone:
             return decision
         flag = torch.tensor(int(decision), device=self.root_device)
         dist.all_reduce(flag, op=dist.ReduceOp.MIN if all else dist.ReduceOp.MAX)
@@ -635,6 +679,13 @@ class D9DStrategy(ParallelStrategy):
         if self._context is None or group is None:
             return tensor
         return all_gather_stacked(tensor, group, has_gradient=sync_grads)
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        if self._failure is not None and self._failure.is_interrupted:
+            # An exception leaves gathered what the step has gathered, on each rank something else.
+            show_module_shards(self._connected_module)
+        return super().lightning_module_state_dict()
 
     @property
     @override
@@ -658,13 +709,22 @@ class D9DStrategy(ParallelStrategy):
         if self._context is None:
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
-        full = gather_checkpoint(
-            checkpoint,
-            keep=self.is_global_zero,
-            module=self._connected_module,
-            optimizers=self.optimizers,
-            cut=self._cut,
-        )
+        if self._is_alone:
+            return
+        try:
+            full = gather_checkpoint(
+                checkpoint,
+                keep=self.is_global_zero,
+                module=self._connected_module,
+                optimizers=self.optimizers,
+                cut=self._cut,
+            )
+        except RuntimeError as error:
+            if self._failure is None or not self._failure.is_interrupted:
+                raise
+            # What has interrupted the run must not be hidden by this.
+            self._failure.give_up(error)
+            return
         save = partial(self.checkpoint_io.save_checkpoint, full, filepath, storage_options=storage_options)
         failure = error_of(save) if self.is_global_zero else None
         reason = self.broadcast(None if failure is None else f"{type(failure).__name__}: {failure}")

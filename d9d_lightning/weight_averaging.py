@@ -2,6 +2,7 @@
 # torch exports its foreach operations under private names only (torch 2.13)
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,9 +14,9 @@ from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import nn
 from typing_extensions import override
 
-from d9d.core.fsdp_internals import fsdp_units
 from d9d.core.placement import like_parameter, local_tensor
 from d9d_lightning.checkpoint import shard_model_state
+from d9d_lightning.fsdp_steps import show_module_shards
 from d9d_lightning.parallelize import broadcast_packed
 from d9d_lightning.strategy import D9DStrategy
 
@@ -262,8 +263,7 @@ def _places(module: nn.Module, *, fold_aliases: bool) -> _Tensors:
         module: Whole, or the part of this rank.
         fold_aliases: Whether a tensor with several names appears under its first one only.
     """
-    for unit in fsdp_units(module):
-        unit.reshard()
+    show_module_shards(module)
     return {
         **dict(module.named_parameters(remove_duplicate=fold_aliases)),
         **dict(module.named_buffers(remove_duplicate=fold_aliases)),
@@ -276,11 +276,13 @@ def _keys(module: nn.Module) -> dict[str, str]:
     return {name: first.setdefault(tensor, name) for name, tensor in _places(module, fold_aliases=False).items()}
 
 
-def _replaced(state: Mapping[str, Any], values: _Tensors, module: nn.Module) -> dict[str, Any]:
+def _replaced(state: dict[str, Any], values: _Tensors, module: nn.Module) -> dict[str, Any]:
     """Return a state dict of a module with other local tensors, in the layouts of its own; what they lack stays."""
     places = _places(module, fold_aliases=False)
     chosen = {name: values[key] for name, key in _keys(module).items() if key in values}
-    return {
-        name: like_parameter(chosen[name].to(places[name].device), places[name]) if name in chosen else value
-        for name, value in state.items()
-    }
+    # A copy, which also has what torch keeps beside the tensors: the versions of the modules.
+    replaced = copy.copy(state)
+    for name in chosen:
+        if name in state:
+            replaced[name] = like_parameter(chosen[name].to(places[name].device), places[name])
+    return replaced

@@ -7,16 +7,16 @@ import sys
 from pathlib import Path
 
 import lightning as L
+from data import DigitData
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint, RichProgressBar
 from lightning.pytorch.loggers import CSVLogger
-from module import DigitData, DigitTransformer
+from module import DigitTransformer
 from rich.console import Console
 from rich.table import Table
 
 from d9d_lightning import D9DStrategy
 
 RUNS = Path("runs") / "lightning_pipeline"
-GLOBAL_BATCH = 64  # the same on every mesh, so that all of them compute the same
 
 TENSOR_PLAN = {
     "model.*.query": "colwise",
@@ -92,8 +92,7 @@ def train(name, num_epochs):
         logger=CSVLogger(RUNS, name=name),
         log_every_n_steps=5,
     )
-    data = DigitData(batch_size=GLOBAL_BATCH // strategy.mesh.data_parallel)
-    trainer.fit(DigitTransformer(), data)
+    trainer.fit(DigitTransformer(), DigitData())
 
     best = {"best": checkpoint.best_model_path, "best_score": float(checkpoint.best_model_score)}
     own = {**history.as_dict(), **best}

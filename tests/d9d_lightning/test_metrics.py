@@ -98,6 +98,7 @@ class Classifier(Regression):
         x, y = batch
         if self.late is None:
             self.late = SumMetric()
+        self.late.update(1)
         self.accuracy(self(x), y)
         self.count.update(len(y))
         self.log("accuracy", self.accuracy)
@@ -105,6 +106,11 @@ class Classifier(Regression):
         self.log("mean_label", y.double().mean(), batch_size=len(y), on_epoch=True, sync_dist=True)
         self.log("num_samples", float(len(y)), reduce_fx="sum", sync_dist=True)
         self.log("largest", float(y.max()), reduce_fx="max", sync_dist=True)
+
+
+    def on_validation_epoch_end(self):
+        self.late_sync = metric_sync.StateSync.of(self.late)
+        self.num_batches = self.late.compute().item()
 
 
 def class_samples(num_samples):
@@ -131,6 +137,8 @@ def test_validation_counts_each_sample_once(mesh):
     assert result["count"] == result["num_samples"] == 17
     assert result["mean_label"] == pytest.approx(y.double().mean().item(), abs=1e-6)
     assert result["largest"] == y.max().item()
+    assert module.num_batches == 4
+    assert module.late_sync.name == "late"
 
 
 class UnevenLog(Regression):

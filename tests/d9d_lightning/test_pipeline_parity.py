@@ -82,12 +82,12 @@ def plain_training(accumulate=1):
     return losses, gradients, module.state_dict()
 
 
-def check_training(mesh, schedule, accumulate=1, microbatches=None):
+def check_training(mesh, schedule, accumulate=1, microbatches=None, **options):
     trainer = build_trainer(
         mesh,
         accumulate_grad_batches=accumulate,
         gradient_clip_val=CLIP,
-        strategy_options={"pipeline_module": "model", "schedule": schedule, "microbatches": microbatches},
+        strategy_options={"pipeline_module": "model", "schedule": schedule, "microbatches": microbatches, **options},
     )
     module = seeded(Stack)
     dp_size = trainer.strategy.mesh.data_parallel
@@ -132,3 +132,19 @@ def test_batches_of_a_window_are_one_pack(accumulate, microbatches):
 @pytest.mark.parametrize("axis", ["data_parallel_replicate", "data_parallel_shard"])
 def test_replicas_and_shards_of_stages(axis, schedule):
     check_training({"pipeline_parallel": 2, axis: 2}, schedule, accumulate=2, microbatches=2)
+
+
+@pytest.mark.world_size(4)
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble", "interleaved"])
+def test_stages_whose_layers_are_split(schedule):
+    plan = {"model.*.inner.0": "colwise_gather", "head": "rowwise_split"}
+    mesh = {"pipeline_parallel": 2, "tensor_parallel": 2}
+    check_training(mesh, schedule, accumulate=2, microbatches=2, parallelize=plan)
+
+
+@pytest.mark.world_size(2)
+def test_different_batches_within_a_pipeline_are_refused():
+    trainer = build_trainer({"pipeline_parallel": 2}, strategy_options={"pipeline_module": "model"})
+    samples = make_samples(BATCH, seed=dist.get_rank())
+    with pytest.raises(RuntimeError, match="training_step gets different batches on the ranks of a pipeline"):
+        trainer.fit(seeded(Stack), rank_loader(samples, BATCH, 0, 1))

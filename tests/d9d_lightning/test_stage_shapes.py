@@ -285,3 +285,15 @@ def test_checkpointed_layers_and_inference(reentrant):
         assert shapes.spec(1, call(torch.zeros(2, 3))).shape == (2, 5)
     with torch.no_grad():
         assert shapes.spec(1, call(torch.zeros(2, 7, 3))).shape == (2, 7, 5)
+
+
+@pytest.mark.world_size(2)
+def test_layers_with_collectives():
+    class Gathers(nn.Module):
+        def forward(self, x):
+            if torch.distributed.get_rank() == 0:  # none is run, or this would wait for the other rank
+                torch.distributed.all_reduce(x)
+            return x.double()
+
+    module = nn.Sequential(nn.Conv1d(3, 4, 1), nn.SyncBatchNorm(4), Gathers(), nn.Identity())
+    assert shapes_of(module).spec(2, call(torch.zeros(2, 3, 5))) == TensorSpec((2, 4, 5), torch.float64)

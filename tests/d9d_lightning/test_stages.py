@@ -72,6 +72,14 @@ def test_a_class_with_its_own_forward_needs_layers():
     with pytest.raises(ValueError, match=r'no plain nn.Sequential.*layers=\["embed", "blocks.\*", "head"\]'):
         plan_cut(Stack(), PipelineStages(), 2)
 
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.last = Stack(), nn.Linear(3, 3)
+
+    with pytest.raises(ValueError, match=r'layers=\["inner.embed", "inner.blocks.\*", "inner.head", "last"\]'):
+        plan_cut(Outer(), PipelineStages(), 2)
+
     class Residual(nn.Sequential):
         def forward(self, x):
             return x + super().forward(x)

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from d9d.core.dist_context import DeviceMeshParameters
-from d9d.internals.determinism import set_seeds
+from d9d.internals.determinism import seeded, set_seeds
 
 
 def draw() -> tuple[float, float, float]:
@@ -55,3 +55,17 @@ def test_another_dimension_may_differ():
 def test_a_dimension_that_is_not_there_is_refused():
     with pytest.raises(ValueError, match=r"'dp'.*pp, dp_replicate, dp_shard"):
         set_seeds(DeviceMeshParameters(data_parallel_shard=2).build(), 1, distinct_seed_mesh_dim="dp")
+
+
+def test_a_seeded_block_draws_alike_and_leaves_the_generators_as_they_were():
+    set_seeds(DeviceMeshParameters().build(), 1)
+    undisturbed = draw()
+    set_seeds(DeviceMeshParameters().build(), 1)
+    cpu = torch.device("cpu")
+    with seeded(5, cpu):
+        inside = draw()
+    with seeded(5, cpu):
+        assert draw() == inside
+    with seeded(6, cpu):
+        assert all(a != b for a, b in zip(draw(), inside, strict=True))
+    assert draw() == undisturbed

@@ -12,7 +12,13 @@ from torch import nn
 from d9d.core.dist_context import DeviceMeshParameters
 from d9d.pipelining.actions import ActionBase
 from d9d.pipelining.api import PipelineStageInfo, StageBoundary, TensorSpec
-from d9d.pipelining.factory import AnyPipelineScheduleConfig, build_program_builder_from, build_schedule
+from d9d.pipelining.factory import (
+    AnyPipelineScheduleConfig,
+    build_forward_schedule,
+    build_program_builder_from,
+    build_schedule,
+    stages_of_rank,
+)
 
 CONFIG = TypeAdapter(AnyPipelineScheduleConfig)
 
@@ -135,3 +141,26 @@ def num_forwards_ahead(values: dict[str, Any]) -> list[int]:
 
 def passes(program: Iterable[ActionBase]) -> list[str]:
     return [text for text in map(str, program) if "SEND" not in text and "RECV" not in text]
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("values", ALL_SCHEDULES[1:], ids=lambda values: values["schedule"])
+def test_stages_run_forward_alone_before_and_after_they_train(values: dict[str, Any]):
+    context = DeviceMeshParameters(pipeline_parallel=2).build()
+    config = CONFIG.validate_python(values)
+    info, modules = build_schedule(context, config, lambda stage: Identity())
+    assert [stage.current_stage for stage in stages_of_rank(context, config)] == list(
+        info.stages_by_rank[dist.get_rank()]
+    )
+    forward = build_forward_schedule(context, config, modules)
+    inputs = (torch.tensor([2.0]), torch.tensor([3.0]))
+    for _ in range(2):
+        outputs: list[float] = []
+        forward.step(inputs, (None, None), lambda output, _, outputs=outputs: outputs.append(output.item()))
+        assert sorted(outputs) == ([2.0, 3.0] if info.has_last_stage else [])
+        assert all(parameter.grad is None for module in modules for parameter in module.parameters())
+        info.schedule.step(inputs, (None, None), lambda output, _: output.sum())
+        # The output is input * product of ones: each weight's gradient is the sum of the inputs.
+        assert all(parameter.grad.item() == 5.0 for module in modules for parameter in module.parameters())
+        for module in modules:
+            module.zero_grad()

@@ -2,14 +2,20 @@
 
 import pytest
 
-from d9d.pipelining.actions import Program, parse_program
+from d9d.pipelining.actions import ForwardComputeAction, Program, flat_actions, parse_program
 from d9d.pipelining.placement import (
     ScheduleStyle,
     build_stage_to_host_rank_topology,
     invert_stage_to_host_rank_topology,
 )
-from d9d.pipelining.programs import Interleaved1F1BPipelineProgramBuilder, LoopedBFSPipelineProgramBuilder
+from d9d.pipelining.programs import (
+    ForwardOnlyPipelineProgramBuilder,
+    Interleaved1F1BPipelineProgramBuilder,
+    LoopedBFSPipelineProgramBuilder,
+)
+from d9d.pipelining.schedules import SCHEDULE_NAMES, build_program_builder
 from d9d.pipelining.timeline import ActionCosts, simulate
+from d9d.pipelining.validate import validate_program
 
 UNIT = ActionCosts()
 # Binary fractions, so that sums are exact.
@@ -186,3 +192,20 @@ def test_stages_and_lookahead_below_their_minimum_are_refused():
         Interleaved1F1BPipelineProgramBuilder(0)
     with pytest.raises(ValueError, match=r"lookahead \(-1\)"):
         Interleaved1F1BPipelineProgramBuilder(1, lookahead=-1)
+
+
+@pytest.mark.parametrize("name", SCHEDULE_NAMES)
+@pytest.mark.parametrize(("p", "m"), [(2, 1), (2, 5), (4, 4)])
+def test_forward_passes_of_a_schedule_alone(name: str, p: int, m: int):
+    training = build_program_builder(name)
+    builder = ForwardOnlyPipelineProgramBuilder(training)
+    program = builder.compose(m, p)
+    validate_program(program)
+    hosts = invert_stage_to_host_rank_topology(
+        build_stage_to_host_rank_topology(p, p * training.num_stages_per_rank, training.topology_style)
+    )
+    for rank, actions in program.items():
+        flat = list(flat_actions(actions))
+        assert not any(action.has_backward_work for action in flat)
+        passes = [(a.stage_idx, a.microbatch_idx) for a in flat if isinstance(a, ForwardComputeAction)]
+        assert sorted(passes) == [(stage, microbatch) for stage in hosts[rank] for microbatch in range(m)]
