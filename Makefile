@@ -51,7 +51,9 @@ bench: $(INSTALLED) ## run the benchmarks, some minutes on a quiet machine (figu
 	$(BIN)/python -m tests.benchmarks.trainer_overhead --width 32
 	$(BIN)/python -m tests.benchmarks.trainer_overhead --width 512
 	for model in mlp transformer; do $(TWO_RANKS) -m tests.benchmarks.data_parallel --model $$model || exit 1; done
-	$(TWO_RANKS) -m tests.benchmarks.lightning_strategy
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 1 -m tests.benchmarks.lightning_strategy
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 1 -m tests.benchmarks.lightning_strategy --against microbatches
+	for a in ddp fsdp; do for n in 1 4; do $(TWO_RANKS) -m tests.benchmarks.lightning_strategy --against $$a --accumulate $$n || exit 1; done; done
 	$(BIN)/python -m tests.benchmarks.pipeline --executor-overhead
 	for stage in tiny transformer; do $(TWO_RANKS) -m tests.benchmarks.pipeline --stage $$stage || exit 1; done
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 4 -m tests.benchmarks.pipeline --stage sleep --rounds 5

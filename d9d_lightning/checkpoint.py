@@ -18,6 +18,7 @@ from d9d_lightning.stage_optimizers import (
     check_optimizers,
     named_groups,
     part_of_optimizer,
+    set_up_together,
     whole_groups,
 )
 
@@ -29,6 +30,7 @@ __all__ = [
     "gather_checkpoint",
     "load_model_state",
     "load_optimizer_states",
+    "set_up_together",
     "shard_model_state",
     "shard_optimizer_state",
 ]
@@ -61,8 +63,11 @@ def gather_checkpoint(
     """
     if cut is None:
         return _gather(checkpoint, keep=keep)
-    has_optimizers = module is not None and "optimizer_states" in checkpoint
-    names = [named_groups(module, optimizer) for optimizer in optimizers] if has_optimizers else []
+    names = (
+        [named_groups(module, optimizer) for optimizer in optimizers]
+        if module is not None and "optimizer_states" in checkpoint
+        else []
+    )
     merged, entries = merge_stages(checkpoint, names, cut)
     rest = _gather({entry: content for entry, content in checkpoint.items() if entry not in entries}, keep=keep)
     ordered = dict.fromkeys([*checkpoint, *merged])

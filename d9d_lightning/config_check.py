@@ -1,4 +1,6 @@
 """Find everything that is wrong with the options of the strategy, before any process group exists."""
+# Lightning tells notebooks apart by a name of its own
+# pyright: reportPrivateUsage=false
 
 from typing import Literal, get_args
 

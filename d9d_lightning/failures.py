@@ -1,11 +1,13 @@
 """What the ranks of a job do when some of them raise: save together if all do, end together if not."""
 
 import contextlib
+import itertools
 import logging
 import sys
 import time
 import weakref
 
+import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerStatus
@@ -100,9 +102,11 @@ class RunFailure:
             if not text.startswith(f"rank {self._context.rank}:"):
                 exception.add_note(f"The first rank that has failed is {text}")
         _CLOSED.add(self._context)
-        for group in self._context.groups:
+        # On an accelerator too, ranks may wait for numbers that are exchanged over the host.
+        devices = dict.fromkeys((torch.device("cpu"), self._context.current_device))
+        for group, device in itertools.product(self._context.groups, devices):
             with contextlib.suppress(RuntimeError):
-                close_group(group, self._context.current_device)
+                close_group(group, device)
 
     def _key(self, name: str | int) -> str:
         return f"d9d/runs/{self._run}/{name}"

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from d9d.core.device import accumulator_dtype
+from d9d.core.dist_ops import all_gather_object
 from d9d.core.placement import groups_where, local_tensor
 from d9d_lightning.launch import active_context
 from d9d_lightning.precision import NormScope
@@ -111,18 +112,15 @@ def _of_all_stages(named: dict[str, nn.Parameter], norms: _Norms, scope: NormSco
     if scope.pipeline is None:
         return norms
     group = scope.pipeline.get_group()
-    mine = [name for name in norms if named[name] not in scope.uncounted]
-    names: list[list[str]] = [[] for _ in range(group.size())]
-    dist.all_gather_object(names, mine, group=group)
-    device = torch.device(scope.pipeline.device_type)
-    shared = {name: torch.zeros((), dtype=accumulator_dtype(device), device=device) for part in names for name in part}
-    if not shared:
+    mine = {name: norm.dtype for name, norm in norms.items() if named[name] not in scope.uncounted}
+    dtypes = {name: dtype for part in all_gather_object(mine, group) for name, dtype in part.items()}
+    if not dtypes:
         return {}
-    shared.update((name, norms[name].to(shared[name])) for name in mine)
-    stacked = torch.stack(list(shared.values()))
+    device = torch.device(scope.pipeline.device_type)
+    zero = torch.zeros((), dtype=accumulator_dtype(device), device=device)
+    stacked = torch.stack([norms[name].to(zero) if name in mine else zero for name in dtypes])
     dist.all_reduce(stacked, group=group)
-    values = dict(zip(shared, stacked.unbind(), strict=True))
-    return {name: value.to(norms[name].dtype if name in norms else torch.float32) for name, value in values.items()}
+    return {name: value.to(dtypes[name]) for name, value in zip(dtypes, stacked.unbind(), strict=True)}
 
 
 class GradientNormLogger(Callback):

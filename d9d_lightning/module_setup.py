@@ -55,7 +55,7 @@ def set_up_module(
         module.to(device)
     if context is not None:
         if pipeline is None:
-            broadcast_values([*module.parameters(), *module.buffers()], dist.group.WORLD)
+            broadcast_values([*module.parameters(), *module.buffers()], context.groups[0])
         else:
             _equalise_stages(module, pipeline, context)
         roots = None if pipeline is None else pipeline.stages
@@ -70,7 +70,7 @@ def _equalise_stages(module: nn.Module, pipeline: Pipeline, context: Distributed
     inside = [tensor for stage in pipeline.stages for tensor in (*stage.parameters(), *stage.buffers())]
     own = {id(tensor) for tensor in inside}
     outside = [tensor for tensor in (*module.parameters(), *module.buffers()) if id(tensor) not in own]
-    broadcast_values(outside, dist.group.WORLD)
+    broadcast_values(outside, context.groups[0])
     for group in (context.replica_group, context.mesh_for(DENSE_DOMAIN).get_group("tp")):
         if group is not None:
             broadcast_values(inside, group)

@@ -15,7 +15,7 @@ outputs of a batch that waits are not known yet.
 import contextlib
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,6 +24,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult, _AutomaticOptimization
 from lightning.pytorch.trainer import call
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -33,9 +34,16 @@ from d9d_lightning.loss_weights import LossWeights
 from d9d_lightning.microbatches import merge_outputs, split_batch
 from d9d_lightning.pipeline_step import PipelineSteps, StepArguments
 
-__all__ = ["PackOptimization", "WaitingOutputs", "window_size"]
+__all__ = ["PackOptimization", "WaitingOutputs", "check_pipeline_optimizers", "check_steps", "window_size"]
 
 _Zero = Callable[[], None]
+
+_SKIPPED_ON_A_RANK = (
+    "training_step returned None: on several ranks it can not skip a batch, as the others would wait for its gradients. "
+    "Return a loss of zero weight, such as 0.0 * loss."
+)
+
+_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
 class WaitingOutputs(dict[str, Any]):  # the user's own outputs
@@ -60,6 +68,50 @@ def window_size(trainer: Trainer) -> int:
     progress = trainer.fit_loop.epoch_loop.batch_progress
     num_before = (progress.current.ready - 1) // num_batches * num_batches
     return int(max(1, min(num_batches, trainer.num_training_batches - num_before)))
+
+
+def check_steps(module: LightningModule, *, num_microbatches: int, has_pipeline: bool, is_fitting: bool) -> None:
+    """Refuse modules whose steps can not run as packs. No communication: all ranks have the same module.
+
+    Args:
+        module: The LightningModule.
+        num_microbatches: Parts that a batch is cut into.
+        has_pipeline: Whether the module is cut into stages.
+        is_fitting: Whether it is going to be trained.
+
+    Raises:
+        NotImplementedError: With what it does, why this can not work, and what to change.
+    """
+    option = f"microbatches={num_microbatches}" if num_microbatches > 1 else ""
+    option = "pipeline_parallel > 1" if has_pipeline else option
+    if is_fitting and option and not module.automatic_optimization:
+        raise NotImplementedError(
+            f"{type(module).__name__} optimizes manually, which does not work with {option}: the strategy runs the forward "
+            f"and backward passes of all microbatches together, and training_step can not step in between them. Leave "
+            f"self.automatic_optimization True, or set pipeline_parallel to 1 and microbatches to None."
+        )
+    steps = (module.training_step, module.validation_step, module.test_step, module.predict_step)
+    for name, step in zip(_STEPS, steps, strict=True):
+        if has_pipeline and is_param_in_hook_signature(step, "dataloader_iter", explicit=True):
+            raise NotImplementedError(
+                f"{name}(dataloader_iter) does not work with pipeline_parallel > 1: all ranks of a pipeline must see the "
+                f"batch. Let the step take a batch."
+            )
+
+
+def check_pipeline_optimizers(optimizers: Sequence[Optimizer]) -> None:
+    """Refuse optimizers that look at all parameters at once. No communication: all ranks have the same.
+
+    Raises:
+        NotImplementedError: If there is one.
+    """
+    for optimizer in optimizers:
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise NotImplementedError(
+                f"{type(optimizer).__name__} looks at all parameters at once, and with pipeline_parallel > 1 each rank has "
+                f"those of its stages only: ranks would go different ways. Use an optimizer that updates each parameter by "
+                f"itself, such as AdamW."
+            )
 
 
 class _PackClosure(Closure):
@@ -116,12 +168,13 @@ class PackOptimization(_AutomaticOptimization):
     @override
     def run(self, optimizer: Optimizer, batch_idx: int, kwargs: "OrderedDict[str, Any]") -> dict[str, Any]:
         self._warn_of_short_epochs()
-        if self._pipeline is None:
-            return super().run(optimizer, batch_idx, kwargs)
         position = batch_idx % self.trainer.accumulate_grad_batches
         if position == 0:
             # An epoch may have ended within a window, when a hook asked for it.
             self._waiting.clear()
+            self._loss_weights.take_own_total()
+        if self._pipeline is None:
+            return super().run(optimizer, batch_idx, kwargs)
         self._waiting.append(StepArguments.of(kwargs))
         if self.trainer.fit_loop._should_accumulate():
             return WaitingOutputs()
@@ -153,14 +206,13 @@ class PackOptimization(_AutomaticOptimization):
             with self._recorder.recording(microbatch.batch):
                 output = call._call_strategy_hook(self.trainer, "training_step", *arguments.values())
             result = ClosureResult.from_training_step_output(output)
-            if result.closure_loss is None:
-                raise RuntimeError(
-                    "training_step returned None for a microbatch: with microbatches > 1 it can not skip a part of a "
-                    "batch. Return a loss of zero weight, such as 0.0 * loss, or set microbatches to None."
-                )
-            outputs.append(_detached(output))
+            if output is None or (outputs and outputs[0] is None):
+                self._refuse_skipping([*outputs, output])
+            outputs.append(None if output is None else _detached(output))
             if index == 0:
                 zero()
+            if result.closure_loss is None:
+                continue
             is_last = index == len(microbatches) - 1
             with contextlib.nullcontext() if is_last else strategy.block_backward_sync():
                 share = microbatch.weight / window_size(self.trainer)
@@ -168,8 +220,20 @@ class PackOptimization(_AutomaticOptimization):
                 self._run_backward(loss, optimizer, is_last=is_last)
         with _in_hook(self._module, "training_step"):
             replay(self._module, self._recorder.take())
+        if outputs[0] is None:
+            return ClosureResult(None)
         merged = merge_outputs(outputs, [microbatch.weight for microbatch in microbatches])
         return ClosureResult.from_training_step_output(merged, window_size(self.trainer))
+
+    def _refuse_skipping(self, outputs: Sequence[PyTree[Any]]) -> None:
+        """Refuse steps that return None, but for one process that skips a whole batch, as Lightning allows."""
+        if self.trainer.world_size > 1:
+            raise RuntimeError(_SKIPPED_ON_A_RANK)
+        if any(output is not None for output in outputs):
+            raise RuntimeError(
+                "training_step returned None for some microbatches of a batch: with microbatches > 1 it can only skip all "
+                "of them. Return a loss of zero weight, such as 0.0 * loss, or set microbatches to None."
+            )
 
     @override
     def _make_backward_fn(self, optimizer: Optimizer) -> Callable[[torch.Tensor], None] | None:
@@ -209,10 +273,7 @@ class PackOptimization(_AutomaticOptimization):
         output = call._call_strategy_hook(self.trainer, "training_step", *kwargs.values())
         self.trainer.strategy.post_training_step()
         if output is None and self.trainer.world_size > 1:
-            raise RuntimeError(
-                "training_step returned None: on several ranks it can not skip a batch, as the others would wait for its "
-                "gradients. Return a loss of zero weight, such as 0.0 * loss."
-            )
+            raise RuntimeError(_SKIPPED_ON_A_RANK)
         num_batches = window_size(self.trainer)
         result = self.output_result_cls.from_training_step_output(output, num_batches)
         if result.closure_loss is not None:

@@ -1,4 +1,6 @@
 """Run the steps of an unchanged LightningModule over the stages of a pipeline."""
+# torch has no public way to exchange a buffer
+# pyright: reportPrivateUsage=false
 
 import contextlib
 import dataclasses
@@ -14,12 +16,10 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from torchmetrics import Metric
 
-from d9d.core.dist_ops import all_gather_object
 from d9d.core.fsdp_internals import fsdp_units
 from d9d.core.pytree import tree_leaves
 from d9d.core.types import PyTree
 from d9d.internals.determinism import seeded
-from d9d.pipelining.agreement import checksum_of_tensors
 from d9d_lightning.log_exchange import LogExchange
 from d9d_lightning.log_replay import LogRecorder, replay
 from d9d_lightning.loss_weights import LossWeights
@@ -87,7 +87,6 @@ class PipelineSteps:
         self._loss_weights = loss_weights
         self._seed = seed
         self._num_evaluations = 0
-        self._compared: set[str] = set()
         self._recorder = LogRecorder(module)
         self._logs = LogExchange(module, pipeline.group, pipeline.last_rank, pipeline.device)
         self._outputs = OutputExchange(trainer, module, pipeline.group, pipeline.last_rank, pipeline.device)
@@ -201,21 +200,7 @@ class PipelineSteps:
             self._gradients.release()
             self._gradients = None
 
-    def _compare_batches(self, name: str, arguments: StepArguments) -> None:
-        """Refuse batches that differ between the ranks of a pipeline, the first time that a step runs."""
-        if name in self._compared:
-            return
-        self._compared.add(name)
-        checksums = all_gather_object(checksum_of_tensors(arguments.batch), self._pipeline.group)
-        if len(set(checksums)) > 1:
-            raise RuntimeError(
-                f"{name} gets different batches on the ranks of a pipeline, so that losses would be computed on targets "
-                f"that belong to other inputs. A sampler of your own must look at the data-parallel rank (Lightning's "
-                f"does), and shuffle and augment with a seed that these ranks have in common."
-            )
-
     def _runs(self, name: str, arguments: StepArguments, *progress: int) -> "list[_Run]":
-        self._compare_batches(name, arguments)
         return [
             _Run(self, name, arguments, part, zlib.crc32(repr((self._seed, name, *progress, index)).encode()))
             for index, part in enumerate(split_batch(arguments.batch, self._num_microbatches, self._module))
@@ -320,15 +305,19 @@ class _OutsideBuffers:
 
     @contextlib.contextmanager
     def kept(self) -> Generator[None]:
-        """Put the buffers back behind a run of the step that does not count."""
-        if not self._places:
+        """Let a run of the step that does not count change copies of the buffers.
+
+        They are not copied back: what is written to a tensor that a graph has saved spoils its backward pass.
+        """
+        originals = [(owner._buffers, name, owner._buffers[name]) for owner, name in self._places]
+        copies = {id(buffer): buffer.clone() for _, _, buffer in originals if buffer is not None}
+        for slots, name, buffer in originals:
+            slots[name] = copies.get(id(buffer))
+        try:
             yield
-            return
-        before = [(buffer, buffer.clone()) for buffer in self._tensors()]
-        yield
-        with torch.no_grad():
-            for buffer, value in before:
-                buffer.copy_(value)
+        finally:
+            for slots, name, buffer in originals:
+                slots[name] = buffer
 
     def share(self) -> None:
         """Give all ranks of the pipeline the values of the last stage. All of them must call it."""

@@ -64,6 +64,9 @@ _CLOSING = "rowwise"
 _BLOCK_DEPTH = 2
 """How far below a block its layers may be: ``attn.q`` and ``attn.out.linear`` belong together."""
 
+_COMPILED = "_orig_mod"
+"""Under this name a module wrapped by ``torch.compile`` has the original."""
+
 _Modules: TypeAlias = Mapping[str, nn.Module]
 
 
@@ -179,13 +182,20 @@ def _choose(modules: _Modules, plan: ParallelPlan) -> tuple[dict[str, Choice], d
             near = difflib.get_close_matches(str(value), _WORDS, n=1)
             hint = f" (did you mean {near[0]!r}?)" if near else ""
             problems.append(f"{pattern!r}: unknown placement {value!r}{hint}, valid are {', '.join(_WORDS)}")
-        found = [name for name in modules if matches(name, pattern)]
+        found = [name for name in modules if _is_named(name, pattern)]
         if not found:
             problems.append(f"{pattern!r} matches no submodule{nearest(pattern, list(modules))}")
         chosen = data if value in _DATA_WORDS else splits
         for name in found:
             chosen.setdefault(name, Choice(module=modules[name], pattern=pattern, value=value))
     return data, splits, problems
+
+
+def _is_named(name: str, pattern: str) -> bool:
+    """Match a name as it is, and as it would be if no module was wrapped by ``torch.compile``."""
+    if matches(name, pattern):
+        return True
+    return not name.endswith(_COMPILED) and matches(name.replace(f"{_COMPILED}.", ""), pattern)
 
 
 def cut_dims(choice: Choice) -> Mapping[str, int | None]:

@@ -5,9 +5,11 @@
 import os
 import tempfile
 from collections.abc import Callable
+from multiprocessing import Process
 from multiprocessing.queues import SimpleQueue
 from pathlib import Path
-from typing import Any, Literal
+from queue import Queue
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -27,7 +29,7 @@ from lightning.pytorch.strategies.launchers.multiprocessing import (
     _WorkerOutput,
 )
 from lightning.pytorch.trainer.states import TrainerFn
-from torch.multiprocessing.spawn import ProcessContext
+from torch.multiprocessing.spawn import ProcessContext, start_processes
 from typing_extensions import override
 
 from d9d.core.parent_watch import ends_with_parent
@@ -91,7 +93,7 @@ class ProcessLauncher(_MultiProcessingLauncher):
             raise RuntimeError("the strategy is not connected to a Trainer")
         results: SimpleQueue[Any] = mp.get_context(self._start_method).SimpleQueue()
         is_spawned = self._start_method == "spawn"
-        processes = mp.start_processes(
+        processes = start_processes(
             self._wrapping_function,
             args=(trainer, function, args, kwargs, results, _GlobalStateSnapshot.capture() if is_spawned else None),
             nprocs=self._num_processes,
@@ -100,7 +102,8 @@ class ProcessLauncher(_MultiProcessingLauncher):
         )
         if processes is None:
             raise RuntimeError("torch has started no processes")
-        self.procs = processes.processes
+        # Torch's annotation says that they are None.
+        self.procs = cast("list[Process]", processes.processes)
         output = _wait_for_result(processes, results)
         if trainer is None:
             return output
@@ -132,7 +135,7 @@ class ProcessLauncher(_MultiProcessingLauncher):
         function: Callable[..., Any],
         args: Any,
         kwargs: Any,
-        return_queue: "SimpleQueue[Any]",
+        return_queue: "SimpleQueue[Any] | Queue[Any]",
         global_states: _GlobalStateSnapshot | None = None,
     ) -> None:
         if global_states is not None:

@@ -4,7 +4,6 @@ Each pipeline rank has the parameters of its own stages, under the names they ha
 the pipelined submodule, which are equal on all of them. What several ranks have is taken from the first one.
 """
 
-import pickle
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -30,8 +29,9 @@ class _Tensor(NamedTuple):
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return the whole of a tensor, where it is. All ranks that share a distributed one must call it."""
-    is_spread = isinstance(tensor, DTensor) and is_sharded(tensor)
-    return (tensor.full_tensor() if is_spread else local_tensor(tensor)).detach()
+    if isinstance(tensor, DTensor) and is_sharded(tensor):
+        return tensor.full_tensor().detach()
+    return local_tensor(tensor).detach()
 
 
 class _Place(NamedTuple):
@@ -141,7 +141,10 @@ def _metadata_of(state_dict: object) -> dict[str, Any]:
 def _exchange(part: _Part, group: dist.ProcessGroup) -> list[_Part]:
     try:
         gathered: list[_Part | str] = all_gather_object(part, group)
-    except (pickle.PicklingError, TypeError, AttributeError) as error:
+    except RuntimeError:
+        # A broken connection.
+        raise
+    except Exception as error:  # noqa: BLE001  # whatever objects raise when they are pickled
         # Nothing has been sent yet: the others take this for the exchange.
         gathered = all_gather_object(f"{type(error).__name__}: {error}", group)
     failures = [f"pipeline rank {rank}: {text}" for rank, text in enumerate(gathered) if isinstance(text, str)]

@@ -7,7 +7,7 @@ module. So groups must be filled in this order, as filters over ``named_paramete
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +26,7 @@ __all__ = [
     "named_groups",
     "optimizer_problems",
     "part_of_optimizer",
+    "set_up_together",
     "whole_groups",
 ]
 
@@ -105,6 +106,34 @@ def whole_groups(own: Sequence[GroupNames], cut: StageCut) -> list[GroupNames]:
     """
     parts = all_gather_object(list(own), cut.group)
     return [merge_group_names(by_rank, cut.parameter_names) for by_rank in zip(*parts, strict=True)]
+
+
+def set_up_together(setup: Callable[[], None], cut: StageCut | None) -> None:
+    """Set optimizers up; if that fails on some pipeline ranks, it fails on all. All ranks must call it.
+
+    A stage may lack what others have, so that ``configure_optimizers`` finds no parameters for a group there.
+
+    Args:
+        setup: Sets up those of this rank.
+        cut: The whole module, if it is cut into pipeline stages.
+
+    Raises:
+        RuntimeError: If another rank has failed. A rank's own error is raised as it is.
+    """
+    if cut is None:
+        setup()
+        return
+    failure = None
+    try:
+        setup()
+    except Exception as error:  # noqa: BLE001  # raised below
+        failure = error
+    texts = all_gather_object(None if failure is None else f"{type(failure).__name__}: {failure}", cut.group)
+    if failure is not None:
+        raise failure
+    problems = [f"pipeline rank {rank}: {text}" for rank, text in enumerate(texts) if text is not None]
+    if problems:
+        raise RuntimeError(f"optimizers could not be set up on other ranks. {' '.join(problems)}")
 
 
 def check_optimizers(module: nn.Module, optimizers: Sequence[Optimizer], cut: StageCut | None) -> None:

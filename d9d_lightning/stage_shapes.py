@@ -5,8 +5,7 @@ Every rank must know what the stages before its own send, though it has none of 
 its layers are copied without their data: parameters and buffers of the copies are on the meta device. For a call of some
 form the copies run on fake tensors, which have shapes, types and a device, but no values, with fake parameters on the
 device of the call. This costs some milliseconds a layer and is kept for further calls of the same form. Collectives do
-nothing with fake tensors. Values that decide about shapes
-are not there: a layer that looks at them needs `transfer_spec`.
+nothing with fake tensors. Values that decide about shapes are not there: a layer that looks at them needs `transfer_spec`.
 """
 # fake tensors have no public name yet (torch 2.13); the fallback of a copy takes modules apart
 # pyright: reportPrivateUsage=false
@@ -194,10 +193,10 @@ class StageShapes:
         for copied, live in zip(layers, self._live, strict=False):
             if copied.training is not live.training:
                 copied.train(live.training)
-            for child in copied.modules():
-                if isinstance(child, nn.SyncBatchNorm):
-                    # In training it looks at how many samples each rank has. Shapes are the same.
-                    child.training = False
+        for child in (child for copied in layers for child in copied.modules()):
+            if isinstance(child, nn.SyncBatchNorm):
+                # In training it looks at how many samples each rank has. Shapes are the same.
+                child.training = False
         return layers
 
     def _copy_all(self, layers: Sequence[nn.Module], device: torch.device) -> list[nn.Module]:

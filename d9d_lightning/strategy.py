@@ -3,8 +3,8 @@
 # pyright: reportPrivateUsage=false
 
 import os
-from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, TypeVar
 
@@ -16,7 +16,6 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -27,35 +26,28 @@ from typing_extensions import override
 
 from d9d.core.dist_context import DENSE_DOMAIN, DeviceMeshParameters, DistributedContext
 from d9d.core.mesh_groups import RankLayout
-from d9d.core.placement import local_tensor
-from d9d.optim.local_shards import localize_optimizer
+from d9d_lightning.batch_agreement import BatchAgreement
 from d9d_lightning.checkpoint import (
     StageCut,
+    check_optimizers,
     error_of,
     gather_checkpoint,
     load_model_state,
     load_optimizer_states,
+    set_up_together,
 )
 from d9d_lightning.collectives import all_gather_stacked, reduce_over
 from d9d_lightning.config_check import LauncherName, refuse_problems, strategy_problems
 from d9d_lightning.explain import explain_module, steps_line
 from d9d_lightning.failures import RunFailure
-from d9d_lightning.fsdp_steps import FsdpSteps, show_module_shards
-from d9d_lightning.gradients import DataParallelGradients
+from d9d_lightning.fsdp_steps import show_module_shards
 from d9d_lightning.launch import build_launcher, join_job, leave_job
-from d9d_lightning.loss_weights import LossWeights
 from d9d_lightning.mesh_option import MeshOption, MeshSpec
 from d9d_lightning.metrics import install_metric_sync
-from d9d_lightning.module_setup import ModelBuffers, is_on_meta, set_up_module
-from d9d_lightning.pack_optimization import PackOptimization
-from d9d_lightning.parallelize import (
-    FlagFollower,
-    data_parallel_groups,
-    is_parallelized,
-)
+from d9d_lightning.module_setup import is_on_meta, set_up_module
+from d9d_lightning.pack_optimization import check_steps
+from d9d_lightning.parallelize import is_parallelized
 from d9d_lightning.pipeline_cut import PipelineOptions, pipeline_of
-from d9d_lightning.pipeline_gradients import PipelineGradients
-from d9d_lightning.pipeline_step import PipelineSteps, StepArguments
 from d9d_lightning.plan import Parallelize, ParallelPlan, read_plan
 from d9d_lightning.precision import MeshClipping, NormScope, install_mesh_clipping
 from d9d_lightning.refusals import check_callbacks
@@ -64,21 +56,11 @@ from d9d_lightning.signals import AgreedSignals
 from d9d_lightning.stages import PipelineStages
 from d9d_lightning.summaries import install_summaries, keep_summaries, release_summaries
 from d9d_lightning.tensor_parallel import share_random_state
+from d9d_lightning.trainer_run import TrainerRun
 
 T = TypeVar("T")
 
-_OF_A_RUN = (
-    "_context",
-    "_cut",
-    "_gradients",
-    "_flags",
-    "_fsdp",
-    "_buffers",
-    "_pipeline_steps",
-    "_lightning_optimization",
-    "_failure",
-    "_signals",
-)
+_OF_A_RUN = ("_context", "_batches", "_cut", "_run", "_failure", "_signals")
 """Attributes that hold process groups and hooks of a running job."""
 
 
@@ -147,7 +129,7 @@ class D9DStrategy(ParallelStrategy):
         self._mesh = MeshOption.read(mesh)
         self._pipeline_module, self._schedule, self._microbatches = pipeline_module, schedule, microbatches
         self._stages = stages or PipelineStages()
-        self._launcher_name = launcher
+        self._launcher_name: LauncherName | None = launcher
         self._bucket_size_mb = bucket_size_mb
         fsdp_kwargs: dict[str, Any] = {"reshard_after_forward": reshard_after_forward}
         if mp_policy is not None:
@@ -160,14 +142,9 @@ class D9DStrategy(ParallelStrategy):
         self._num_nodes = 1
         self._context: DistributedContext | None = None
         self._cut: StageCut | None = None
-        self._gradients: DataParallelGradients | None = None
-        self._flags: FlagFollower | None = None
-        self._fsdp: FsdpSteps | None = None
+        self._run: TrainerRun | None = None
         self._restores_after_setup: bool | None = None
-        self._buffers: ModelBuffers | None = None
-        self._pipeline_steps: PipelineSteps | None = None
-        self._lightning_optimization: _AutomaticOptimization | None = None
-        self._correction: float | torch.Tensor = 1.0
+        self._batches: BatchAgreement | None = None
         self._clipping: MeshClipping | None = None
         self._failure: RunFailure | None = None
         self._signals: AgreedSignals | None = None
@@ -314,6 +291,9 @@ class D9DStrategy(ParallelStrategy):
     def connect(self, model: LightningModule) -> None:
         super().connect(model)
         self._restores_after_setup = None
+        # An earlier run may have cut it, and a checkpoint may be loaded before `setup`.
+        pipeline = pipeline_of(model)
+        self._cut = None if pipeline is None else pipeline.cut
 
     @override
     def setup(self, trainer: Trainer) -> None:
@@ -322,8 +302,15 @@ class D9DStrategy(ParallelStrategy):
             raise RuntimeError("the strategy is not connected to a Trainer")
         self.accelerator.setup(trainer)
         is_fitting = trainer.state.fn == TrainerFn.FITTING
+        check_steps(
+            module,
+            num_microbatches=self._microbatches or 1,
+            has_pipeline=self.mesh.has_pipeline_parallel,
+            is_fitting=is_fitting,
+        )
         if self._context is not None:
             share_random_state(self._context)
+            self._batches = BatchAgreement(self._context)
         if not is_parallelized(module, self._context):
             layer_sync = self._layer_sync if is_fitting else None
             if self._pipeline_options is not None:
@@ -337,7 +324,17 @@ class D9DStrategy(ParallelStrategy):
                 layer_sync,
                 self._pipeline_options,
             )
-        self._set_up_steps(trainer, module)
+        pipeline = pipeline_of(module)
+        self._cut = None if pipeline is None else pipeline.cut
+        self._run = TrainerRun(
+            trainer,
+            module,
+            self._context,
+            self.root_device,
+            num_microbatches=self._microbatches or 1,
+            num_replicas=self.mesh.data_parallel,
+            seed=self._step_seed(),
+        )
         for loop in (
             trainer.validate_loop,
             trainer.test_loop,
@@ -353,10 +350,17 @@ class D9DStrategy(ParallelStrategy):
             install_summaries(trainer)
             install_metric_sync(module)
         if is_fitting:
-            self.setup_optimizers(trainer)
+            set_up_together(partial(self.setup_optimizers, trainer), self._cut)
+            check_optimizers(module, self.optimizers, self._cut)
         self.setup_precision_plugin()
         if is_fitting:
-            self._setup_training(module)
+            _optimizers_to_device(self.optimizers, self.root_device)
+            self._run.start_training(
+                self.optimizers,
+                self._lightning_optimizers,
+                bucket_size_mb=self._bucket_size_mb,
+                stays_gathered=self._stays_gathered,
+            )
 
     @property
     def _pipeline_options(self) -> PipelineOptions | None:
@@ -366,76 +370,15 @@ class D9DStrategy(ParallelStrategy):
             module_name=self._pipeline_module, stages=self._stages, schedule=schedule_config(self._schedule)
         )
 
-    def _set_up_steps(self, trainer: Trainer, module: LightningModule) -> None:
-        """Let the steps of this run be packs. See [Note: three feeders]."""
-        pipeline = pipeline_of(module)
-        loss_weights = LossWeights(None if self._context is None else self._context.replica_group, self.root_device)
-        self._cut = None if pipeline is None else pipeline.cut
-        if pipeline is not None:
-            self._pipeline_steps = PipelineSteps(
-                trainer,
-                module,
-                pipeline,
-                num_microbatches=self._microbatches or 1,
-                loss_weights=loss_weights,
-                seed=self._step_seed(),
-            )
-        loop = trainer.fit_loop.epoch_loop
-        self._lightning_optimization = loop.automatic_optimization
-        loop.automatic_optimization = PackOptimization(
-            trainer,
-            module,
-            num_microbatches=self._microbatches or 1,
-            pipeline=self._pipeline_steps,
-            loss_weights=loss_weights,
-            num_replicas=self.mesh.data_parallel,
-            correct_gradients=self._correcting_gradients,
-        )
-
     def _step_seed(self) -> int:
         seed = int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed() % 2**32))
         return self.broadcast(seed) + self._dp_rank
 
-    @contextmanager
-    def _correcting_gradients(self, factor: float | torch.Tensor) -> Generator[None]:
-        self._correction = factor
-        yield
-        self._correction = 1.0
-
-    def _setup_training(self, module: LightningModule) -> None:
-        _optimizers_to_device(self.optimizers, self.root_device)
-        if self._context is None:
-            return
-        pipeline = pipeline_of(module)
-        if pipeline is not None and self._pipeline_steps is not None:
-            for optimizer in self.optimizers:
-                localize_optimizer(optimizer)
-            self._buffers = ModelBuffers(module)
-            gradients = PipelineGradients(
-                pipeline.stages,
-                pipeline.outside(module),
-                data_groups=data_parallel_groups(self._context),
-                pipeline_group=pipeline.group,
-                bucket_size_mb=self._bucket_size_mb,
-            )
-            self._pipeline_steps.start_training(gradients, self.mesh.data_parallel)
-            return
-        for optimizer in self.optimizers:
-            localize_optimizer(optimizer)
-        self._flags = FlagFollower(module, module)
-        self._fsdp = FsdpSteps(module, self.optimizers, is_manual=not module.automatic_optimization)
-        self._buffers = ModelBuffers(module)
-        self._gradients = DataParallelGradients(
-            module,
-            self.optimizers,
-            data_groups=data_parallel_groups(self._context),
-            bucket_size_mb=self._bucket_size_mb,
-            device=self.root_device,
-            stays_gathered=self._stays_gathered,
-        )
-        if len(self.optimizers) == 1:
-            for optimizer in (*self.optimizers, *self._lightning_optimizers):
-                self._gradients.follow_zero_grad(optimizer)
+    @property
+    def _running(self) -> TrainerRun:
+        if self._run is None:
+            raise RuntimeError("the Trainer has not set the strategy up for a run")
+        return self._run
 
     @property
     def _connected_module(self) -> LightningModule:
@@ -449,16 +392,9 @@ class D9DStrategy(ParallelStrategy):
 
     @override
     def teardown(self) -> None:
-        if self._gradients is not None and self._fsdp is not None:
-            self._gradients.release()
-            self._fsdp.release()
-        self._gradients = self._fsdp = self._flags = None
-        if self._pipeline_steps is not None:
-            self._pipeline_steps.release()
-            self._pipeline_steps = None
-        if self._lightning_optimization is not None and self.lightning_module is not None:
-            self.lightning_module.trainer.fit_loop.epoch_loop.automatic_optimization = self._lightning_optimization
-            self._lightning_optimization = None
+        if self._run is not None:
+            self._run.end()
+            self._run = None
         if self._signals is not None:
             release_summaries(self._signals.trainer)
             self._signals.release()
@@ -483,9 +419,7 @@ class D9DStrategy(ParallelStrategy):
     def precision_plugin(self, precision_plugin: Precision | None) -> None:
         self._precision_plugin = precision_plugin
         if precision_plugin is not None:
-            self._clipping = install_mesh_clipping(
-                precision_plugin, self.mesh, self._keep_grad_norm, self.norm_scope
-            )
+            self._clipping = install_mesh_clipping(precision_plugin, self.mesh, self._keep_grad_norm, self.norm_scope)
 
     def _keep_grad_norm(self, norm: torch.Tensor) -> None:
         self.last_grad_norm = norm
@@ -497,24 +431,30 @@ class D9DStrategy(ParallelStrategy):
 
     def norm_scope(self) -> NormScope:
         """Return what norms of gradients extend over on this rank, besides shards."""
-        pipeline = pipeline_of(self._connected_module)
-        if pipeline is None or self._context is None:
+        module = self.lightning_module
+        pipeline = None if module is None else pipeline_of(module)
+        if module is None or pipeline is None or self._context is None:
             return NormScope()
         is_first = pipeline.group.rank() == 0
-        outside = () if is_first else pipeline.outside(self._connected_module)
+        outside = () if is_first else pipeline.outside(module)
         return NormScope(pipeline=self._context.mesh_for(DENSE_DOMAIN)["pp"], uncounted=frozenset(outside))
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        if self._flags is None or self._fsdp is None:
-            return super().training_step(*args, **kwargs)
-        self._flags.follow()
-        self._share_buffers()
-        self._fsdp.enter_step()
-        try:
-            return super().training_step(*args, **kwargs)
-        finally:
-            self._fsdp.leave_step()
+        run = partial(super().training_step, *args, **kwargs)
+        return run() if self._run is None else self._run.training_step(run)
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._running.evaluate("validation_step", args, partial(super().validation_step, **kwargs))
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._running.evaluate("test_step", args, partial(super().test_step, **kwargs))
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._running.evaluate("predict_step", args, partial(super().predict_step, **kwargs))
 
     @override
     def backward(
@@ -522,43 +462,9 @@ class D9DStrategy(ParallelStrategy):
     ) -> torch.Tensor:
         module = self._connected_module
         loss = self.precision_plugin.pre_backward(closure_loss, module)
-        if self._gradients is None or self._fsdp is None:
+        with nullcontext() if self._run is None else self._run.around_backward(loss):
             self.precision_plugin.backward(loss, module, optimizer, *args, **kwargs)
-            self._correct_gradients(module)
-            return self.precision_plugin.post_backward(loss, module)
-        self._gradients.before_backward()
-        self._fsdp.before_backward(loss)
-        self.precision_plugin.backward(loss, module, optimizer, *args, **kwargs)
-        # Before on_after_backward, which post_backward calls: hooks see the mean over all ranks.
-        self._gradients.after_backward()
-        self._correct_gradients(module)
         return self.precision_plugin.post_backward(loss, module)
-
-    def _correct_gradients(self, module: nn.Module) -> None:
-        """Take the mean over the batches that were there in place of those that were expected."""
-        if isinstance(self._correction, float) and self._correction == 1.0:
-            return
-        gradients = [local_tensor(parameter.grad) for parameter in module.parameters() if parameter.grad is not None]
-        if gradients:
-            torch._foreach_mul_(gradients, self._correction)  # pyright: ignore[reportPrivateImportUsage]
-
-    @override
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        if self._pipeline_steps is None:
-            return super().validation_step(*args, **kwargs)
-        return self._pipeline_steps.evaluate("validation_step", StepArguments(args[0], args[1:]))
-
-    @override
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        if self._pipeline_steps is None:
-            return super().test_step(*args, **kwargs)
-        return self._pipeline_steps.evaluate("test_step", StepArguments(args[0], args[1:]))
-
-    @override
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        if self._pipeline_steps is None:
-            return super().predict_step(*args, **kwargs)
-        return self._pipeline_steps.evaluate("predict_step", StepArguments(args[0], args[1:]))
 
     @override
     def optimizer_step(
@@ -568,27 +474,25 @@ class D9DStrategy(ParallelStrategy):
         model: LightningModule | nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        if self._fsdp is not None:
-            self._fsdp.before_optimizer()
-        result = super().optimizer_step(optimizer, closure, model, **kwargs)
-        if self._pipeline_steps is not None:
-            self._pipeline_steps.free_gathered()
-        return result
+        with nullcontext() if self._run is None else self._run.around_optimizer_step():
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
 
-    @contextmanager
     @override
-    def block_backward_sync(self) -> Generator[None]:
-        if self._gradients is None:
-            yield
-            return
-        with self._gradients.block_sums():
-            yield
+    def block_backward_sync(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._run is None else self._run.block_sums()
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
         # Lightning would seed by the global rank; ranks that read the same samples must augment them alike.
         _auto_add_worker_init_fn(dataloader, self._dp_rank)
         return dataloader
+
+    @override
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        # `Any`: whatever the loader gives.
+        if self._batches is not None and (stage := self._connected_module.trainer.state.stage) is not None:
+            self._batches.check(batch, stage)
+        return super().batch_to_device(batch, device, dataloader_idx)
 
     @override
     def on_train_start(self) -> None:
@@ -598,16 +502,8 @@ class D9DStrategy(ParallelStrategy):
     def on_validation_start(self) -> None:
         """Use the buffers of rank 0 everywhere, as DDP does."""
         self._sync_new_metrics()
-        if self._context is not None and self._buffers is not None:
-            self._buffers.take_from_first(self._context.data_group)
-
-    def _share_buffers(self) -> None:
-        """Use the buffers of rank 0 in the first step of an accumulation window, as DDP does."""
-        if self._context is None or self._buffers is None or self._gradients is None:
-            return
-        if self._gradients.begins_window:
-            self._buffers.take_from_first(self._context.data_group)
-        self._buffers.note_step()
+        if self._run is not None:
+            self._run.take_buffers()
 
     @override
     def on_validation_end(self) -> None:
@@ -658,7 +554,7 @@ class D9DStrategy(ParallelStrategy):
         All ranks of the group must call it. Anything but a tensor is returned as it is, as is every tensor on one
         process and before the job has started.
         """
-        group = group or (None if self._context is None else self._context.data_group)
+        group = group or (None if self._context is None else self._context.replica_group)
         if self._context is None or group is None or not isinstance(tensor, torch.Tensor) or self._is_alone:
             return tensor
         return reduce_over(tensor, group, "mean" if reduce_op is None else reduce_op)

@@ -8,8 +8,8 @@ from functools import partial
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, ModelSummary
-from lightning.pytorch.utilities.model_summary import ModelSummary as Summary
 from lightning.pytorch.utilities.model_summary.model_summary import NOT_APPLICABLE, get_human_readable_count
+from lightning.pytorch.utilities.model_summary.model_summary import ModelSummary as Summary
 from torch import nn
 
 from d9d.core.placement import local_tensor

@@ -282,7 +282,7 @@ def _replaced(state: dict[str, Any], values: _Tensors, module: nn.Module) -> dic
     chosen = {name: values[key] for name, key in _keys(module).items() if key in values}
     # A copy, which also has what torch keeps beside the tensors: the versions of the modules.
     replaced = copy.copy(state)
-    for name in chosen:
+    for name, value in chosen.items():
         if name in state:
-            replaced[name] = like_parameter(chosen[name].to(places[name].device), places[name])
+            replaced[name] = like_parameter(value.to(places[name].device), places[name])
     return replaced

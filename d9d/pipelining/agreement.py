@@ -15,7 +15,7 @@ from d9d.core.pytree import tree_leaves
 from d9d.pipelining.api import StageBoundary
 from d9d.pipelining.stage import PipelineStage
 
-__all__ = ["agree_on_pack", "checksum_of_tensors"]
+__all__ = ["agree_on_pack"]
 
 _Transfers: TypeAlias = dict[tuple[int, StageBoundary], list[str]]
 """What is exchanged for each microbatch, by stage and boundary."""
@@ -59,7 +59,7 @@ def agree_on_pack(
         for stage in stages:
             for boundary, texts in stage.describe_transfers(inputs).items():
                 transfers[stage.info.current_stage, boundary] = texts
-        checksums = [checksum_of_tensors(pair) for pair in zip(inputs, shared, strict=True)]
+        checksums = [_checksum(pair) for pair in zip(inputs, shared, strict=True)]
     packs: list[_Pack] = all_gather_object(_Pack(len(inputs), transfers, checksums), group)
     by_rank = [pack.num_microbatches for pack in packs]
     if len(set(by_rank)) > 1:
@@ -91,8 +91,8 @@ def _refuse_different_transfers(transfers: _Transfers) -> None:
         )
 
 
-def checksum_of_tensors(tree: object) -> int:
-    """Return a number that trees of equal tensors have in common; other leaves do not count. Waits for the device."""
+def _checksum(tree: object) -> int:
+    """Return a number that equal tensors have in common; other leaves do not count."""
     checksum = 0
     for leaf in tree_leaves(tree):
         if isinstance(leaf, torch.Tensor):

@@ -70,7 +70,7 @@ class History(L.Callback):
         return {"train_losses": self.train_losses, "epochs": self.epochs}
 
 
-def train(name, num_epochs):
+def train(name, num_epochs, explains):
     """Train on one mesh. Rank 0 returns what it has logged, after comparing it with the other ranks; others None."""
     L.seed_everything(0)
     strategy = D9DStrategy(**MESHES[name])
@@ -104,6 +104,8 @@ def train(name, num_epochs):
     ranks = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("rank*.json"))]
     if any(rank != own for rank in ranks):
         raise RuntimeError(f"the ranks have logged different values, see {folder}/rank*.json")
+    if explains:
+        print(strategy.explain())
     return {**own, "num_ranks": len(ranks)}
 
 
@@ -154,11 +156,12 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--mesh", choices=[*MESHES, "all"], default="pp2")
     parser.add_argument("--epochs", type=int, default=8)
+    parser.add_argument("--explain", action="store_true", help="show where rank 0 has the parameters")
     arguments = parser.parse_args()
     if arguments.mesh == "all":
         compare_all(arguments.epochs)
         return
-    result = train(arguments.mesh, arguments.epochs)
+    result = train(arguments.mesh, arguments.epochs, arguments.explain)
     if result is not None:
         (RUNS / f"{arguments.mesh}.json").write_text(json.dumps(result), encoding="utf-8")
         report(arguments.mesh, result)

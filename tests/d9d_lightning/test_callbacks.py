@@ -1,6 +1,7 @@
 """Our callbacks against formulas, and Lightning's that work, or are refused, on a mesh."""
 
 import csv
+from pathlib import Path
 
 import lightning as L
 import pytest
@@ -93,7 +94,7 @@ def test_ema_follows_the_formula(mesh, tmp_path):
     average = ema_of(module.after_step)
     torch.testing.assert_close(full_state(module), average, **TOLERANCE)
     trainer.save_checkpoint(tmp_path / "end.ckpt")
-    checkpoint = torch.load(tmp_path / "end.ckpt", weights_only=False)
+    checkpoint = torch.load(tmp_path / "end.ckpt", weights_only=True)
     torch.testing.assert_close(checkpoint["state_dict"], average, **TOLERANCE)
     torch.testing.assert_close(checkpoint["current_model_state"], module.after_step[-1], rtol=0, atol=0)
     assert checkpoint["averaging_state"]["n_averaged"] == 8
@@ -117,7 +118,7 @@ def test_ema_resumes_on_another_mesh(goal, tmp_path):
     trainer.save_checkpoint(tmp_path / "half.ckpt")
     resumed = seeded(Recorded, seed=5)
     trainer = build_trainer(goal, callbacks=[EMAWeightAveraging(DECAY)], max_epochs=2)
-    trainer.fit(resumed, **loaders(), ckpt_path=tmp_path / "half.ckpt", weights_only=False)
+    trainer.fit(resumed, **loaders(), ckpt_path=tmp_path / "half.ckpt", weights_only=True)
     torch.testing.assert_close(full_state(resumed), full_state(whole), **TOLERANCE)
 
 
@@ -130,7 +131,7 @@ def test_lightnings_ema_resumes_from_ours(tmp_path):
     for callback in (LightningEMA(decay=DECAY), EMAWeightAveraging(DECAY)):
         module = seeded(Recorded)
         trainer = build_trainer(REPLICATE, callbacks=[callback], max_epochs=2)
-        trainer.fit(module, **loaders(), ckpt_path=tmp_path / "half.ckpt", weights_only=False)
+        trainer.fit(module, **loaders(), ckpt_path=tmp_path / "half.ckpt", weights_only=True)
         results.append(full_state(module))
     torch.testing.assert_close(results[0], results[1], **TOLERANCE)
 
@@ -207,7 +208,7 @@ def test_weights_are_back_after_a_failure_in_validation(tmp_path):
     with pytest.raises(ValueError, match="in validation"):
         build_trainer(SHARD, callbacks=callbacks, enable_checkpointing=True).fit(module, **loaders())
     torch.testing.assert_close(full_state(module), module.after_step[-1], rtol=0, atol=0)
-    checkpoint = torch.load(tmp_path / "on_exception.ckpt", weights_only=False)
+    checkpoint = torch.load(tmp_path / "on_exception.ckpt", weights_only=True)
     torch.testing.assert_close(checkpoint["state_dict"], ema_of(module.after_step), **TOLERANCE)
     torch.testing.assert_close(checkpoint["current_model_state"], module.after_step[-1], rtol=0, atol=0)
 
@@ -317,7 +318,7 @@ def test_gradient_norms_are_logged(options, tmp_path):
     expected = [float(norms["grad_2.0_norm_total"]) for norms in module.expected]
     assert float(trainer.callback_metrics["grad_norm"]) == pytest.approx(expected[-1])
     if trainer.is_global_zero:
-        with open(logger.experiment.metrics_file_path, newline="") as file:
+        with Path(logger.experiment.metrics_file_path).open(newline="") as file:
             assert [float(row["grad_norm"]) for row in csv.DictReader(file)] == pytest.approx(expected)
 
 
@@ -351,13 +352,14 @@ def test_summary_counts_the_whole_model():
     class Kept(ModelSummary):
         @staticmethod
         def summarize(summary_data, total_parameters, *args, **kwargs):
-            kept.append((dict(summary_data)["Params"], total_parameters))
+            columns = dict(summary_data)
+            kept.append((columns["Params"], columns["Params per Device"], total_parameters))
 
     kept = []
     trainer = build_trainer(SHARD, callbacks=[Kept()])
     trainer.fit(seeded(Regression), **loaders())
-    # 2 x (36 + 6) in the blocks, 7 in the head.
-    assert kept == ([(["84  ", "7  "], 91)] if trainer.is_global_zero else [])
+    # 2 x (36 + 6) in the blocks, 7 in the head; its weight of one row is on the first rank, and so is its bias.
+    assert kept == ([(["84  ", "7  "], ["42  ", "7  "], 91)] if trainer.is_global_zero else [])
 
 
 @pytest.mark.world_size(2)

@@ -1,14 +1,22 @@
 """What the Trainer can do is the same under D9DStrategy as under Lightning's own strategy: hooks, counters, values."""
 
+import os
+
 import lightning as L
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 import torchmetrics
-from lightning.pytorch.callbacks import EarlyStopping, GradientAccumulationScheduler, LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.callbacks import (
+    EarlyStopping,
+    GradientAccumulationScheduler,
+    LearningRateMonitor,
+    ModelCheckpoint,
+)
 
+from d9d_lightning import D9DStrategy
 from tests.d9d_lightning.differential import (
-    LOG_TOLERANCE,
     WEIGHT_TOLERANCE,
     WORLD_1,
     WORLD_2,
@@ -18,7 +26,14 @@ from tests.d9d_lightning.differential import (
     run_ours,
     run_plain,
     split_events,
+    without_steps,
 )
+
+# Lightning adds logged values up in float32.
+CLOSE = {"rel": 2e-6, "abs": 2e-6}
+LOG_TOLERANCE = {"rtol": 2e-6, "atol": 2e-6}
+# What shows the last batch under Lightning, and a whole window under a pipeline.
+STEP_KEYS = {"loss", "loss_step"}
 
 
 def options(**values):
@@ -68,7 +83,7 @@ class OwnSteps(Scheduled):
         scheduler.step()
 
     def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
-        self.clip_gradients(optimizer, gradient_clip_val=gradient_clip_val / 2, gradient_clip_algorithm="norm")
+        self.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
 
 
 class ReturnsDict(Probe):
@@ -91,8 +106,7 @@ class Logs(Probe):
         self.both = torchmetrics.MeanSquaredError()
 
     def training_step(self, batch, batch_idx):
-        x, y = batch
-        prediction, _ = self.errors(batch)
+        prediction, y = self.errors(batch)
         loss = F.mse_loss(prediction, y)
         self.log("on_step", loss, on_step=True, on_epoch=False, sync_dist=True)
         self.log("sum", y.sum(), on_step=False, on_epoch=True, reduce_fx="sum", sync_dist=True)
@@ -149,7 +163,16 @@ def fit_and_more(trainer, module, data):
     results = [trainer.validate(module, val), trainer.fit(module, **data), trainer.test(module, val)]
     trainer.fit_loop.max_epochs += 1
     trainer.fit(module, **data)
-    return [*results, trainer.predict(module, val)]
+    return [*results, whole_predictions(trainer, trainer.predict(module, val))]
+
+
+def whole_predictions(trainer, predictions):
+    """Those of all samples; as ever, each data-parallel rank has its own."""
+    if isinstance(trainer.strategy, D9DStrategy) and trainer.strategy.is_distributed:
+        parts = [None] * dist.get_world_size()
+        dist.all_gather_object(parts, predictions)
+        return [torch.cat(batch) for batch in zip(*parts, strict=True)]
+    return predictions
 
 
 def schedule_accumulation(folder):
@@ -163,33 +186,40 @@ def early_stopping(folder):
 
 CASES = {
     "plain": Case(options(max_epochs=2)),
-    "accumulate_2": Case(options(max_epochs=2, accumulate_grad_batches=2)),
-    "accumulate_3_short_window": Case(options(accumulate_grad_batches=3), num_train=5, has_equal_values=False),
-    # A3: an epoch is shorter than a window.
+    "accumulate_2": Case(options(max_epochs=2, accumulate_grad_batches=2), has_windows=True),
+    "accumulate_3_short_window": Case(
+        options(accumulate_grad_batches=3), num_train=5, has_equal_values=False, has_windows=True
+    ),
     "accumulate_4_of_2": Case(
-        options(accumulate_grad_batches=4, max_epochs=4), Scheduled, num_train=2, has_equal_values=False
+        options(accumulate_grad_batches=4, max_epochs=4),
+        Scheduled,
+        num_train=2,
+        has_equal_values=False,
+        has_windows=True,
     ),
     "accumulate_3_unsized": Case(
-        options(accumulate_grad_batches=3), num_train=5, is_sized=False, has_equal_values=False
+        options(accumulate_grad_batches=3), num_train=5, is_sized=False, has_equal_values=False, has_windows=True
     ),
-    "accumulation_scheduler": Case(schedule_accumulation),
+    "accumulation_scheduler": Case(schedule_accumulation, has_windows=True),
     "limit_batches": Case(options(limit_train_batches=3, limit_val_batches=1)),
     "limit_fractions": Case(options(limit_train_batches=0.5, limit_val_batches=0.5)),
     "limit_val_0": Case(options(limit_val_batches=0)),
     "limit_train_0": Case(options(limit_train_batches=0)),
     "val_check_interval_int": Case(options(val_check_interval=2, max_epochs=2)),
-    "val_check_interval_float": Case(options(val_check_interval=0.5, accumulate_grad_batches=2)),
-    "val_check_within_window": Case(options(val_check_interval=1, accumulate_grad_batches=2)),
+    "val_check_interval_float": Case(options(val_check_interval=0.5, accumulate_grad_batches=2), has_windows=True),
+    "val_check_within_window": Case(options(val_check_interval=1, accumulate_grad_batches=2), has_windows=True),
     "val_check_over_epochs": Case(options(val_check_interval=3, check_val_every_n_epoch=None, max_epochs=2)),
     "check_val_every_n_epoch": Case(options(check_val_every_n_epoch=2, max_epochs=3)),
     "fast_dev_run": Case(options(fast_dev_run=2)),
     "overfit_batches": Case(options(overfit_batches=2, max_epochs=2)),
-    "max_steps": Case(options(max_steps=3, max_epochs=-1, accumulate_grad_batches=2)),
+    "max_steps": Case(options(max_steps=3, max_epochs=-1, accumulate_grad_batches=2), has_windows=True),
     "min_steps": Case(options(min_steps=6, max_epochs=1)),
     "stop_and_min_epochs": Case(lambda folder: {"min_epochs": 2, "max_epochs": 3, "callbacks": [StopAfter(2)]}),
     "stop_within_window": Case(
         lambda folder: {"max_epochs": 3, "accumulate_grad_batches": 2, "callbacks": [StopAfter(3)]},
         has_equal_values=False,
+        has_windows=True,
+        gives_window_up=True,
     ),
     "sanity_checking": Case(options(num_sanity_val_steps=2)),
     "detect_anomaly": Case(options(detect_anomaly=True)),
@@ -198,10 +228,15 @@ CASES = {
     "profiler_advanced": Case(options(profiler="advanced", limit_train_batches=1)),
     "log_every_n_steps": Case(options(log_every_n_steps=3, max_epochs=2)),
     "epoch_ends_early": Case(options(max_epochs=2), EndsEpochEarly),
-    "epoch_ends_within_window": Case(options(max_epochs=2, accumulate_grad_batches=2), EndsEpochEarly),
+    "epoch_ends_within_window": Case(
+        options(max_epochs=2, accumulate_grad_batches=2),
+        EndsEpochEarly,
+        has_windows=True,
+        gives_window_up=True,
+    ),
     "two_val_loaders": Case(options(max_epochs=2), TwoValidations, num_val_loaders=2),
     "unsized": Case(options(max_epochs=2), is_sized=False),
-    "schedule_per_step": Case(options(max_epochs=2, accumulate_grad_batches=2), Scheduled),
+    "schedule_per_step": Case(options(max_epochs=2, accumulate_grad_batches=2), Scheduled, has_windows=True),
     "schedule_every_other": Case(
         lambda folder: {"max_epochs": 2, "callbacks": [LearningRateMonitor("step")]}, EveryOther
     ),
@@ -209,7 +244,7 @@ CASES = {
     "reduce_on_plateau": Case(options(max_epochs=3), OnPlateau),
     "clip_norm": Case(options(gradient_clip_val=0.05)),
     "clip_value": Case(options(gradient_clip_val=0.05, gradient_clip_algorithm="value")),
-    "own_steps": Case(options(gradient_clip_val=0.1), OwnSteps),
+    "own_steps": Case(module=OwnSteps),
     "returns_dict": Case(module=ReturnsDict),
     "logs": Case(options(max_epochs=2, log_every_n_steps=2), Logs),
     "best_checkpoint": Case(checkpoints(monitor="val_loss", save_top_k=2, save_last=True)),
@@ -219,61 +254,66 @@ CASES = {
 }
 
 
-def check_shown(ours, plain, expected_events, name):
-    assert ours.events == expected_events
-    assert ours.trainer.global_step == plain.trainer.global_step
-    assert ours.trainer.current_epoch == plain.trainer.current_epoch
-    assert ours.trainer.fit_loop.state_dict() == plain.trainer.fit_loop.state_dict()
-    rates = [[group["lr"] for run in (each,) for group in run.trainer.optimizers[0].param_groups] for each in (ours, plain)]
-    assert rates[0] == rates[1]
-    kept = [[step for step, _ in run.rows] for run in (ours, plain)]
-    assert kept[0] == kept[1]
-    assert [sorted(row) for _, row in ours.rows] == [sorted(row) for _, row in plain.rows]
-    assert [sorted(row) for _, row in ours.values] == [sorted(row) for _, row in plain.values]
-
-
-def check_values(ours, plain):
-    for own_rows, rows in ((ours.rows, plain.rows), (ours.values, plain.values)):
-        for (_, own), (_, expected) in zip(own_rows, rows, strict=True):
-            assert own == pytest.approx(expected, rel=2e-6, abs=2e-6)
-    weights = plain.weights
-    own = {name: tensor for name, tensor in ours.weights.items() if "error" not in name}
-    torch.testing.assert_close(own, {name: weights[name] for name in own}, **WEIGHT_TOLERANCE)
-    torch.testing.assert_close(ours.result, plain.result, **LOG_TOLERANCE)
-
-
 def files_below(folder):
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*.ckpt"))
 
 
-def check_case(case, variants, folder, rank=0):
-    plain_folder = folder / f"plain{rank}"
-    plain = run_plain(case, plain_folder)
-    for variant_name, variant in variants.items():
-        ours = run_ours(case, variant, folder / variant_name)
-        events, own_events = plain.events, ours.events
-        if variant.has_pipeline:
-            events = pipeline_events(events)
-            ours.events = [event for event in own_events if event in set(events)]
-            before = [event for event in own_events if event[1] == "on_before_backward"]
-            steps = {"training_step", "validation_step", "test_step", "predict_step"}
-            ours.events = [
-                event
-                for event in own_events
-                if event[1] not in {"backward", "on_before_backward"} and not (event[0] == "module" and event[1] in steps)
-            ]
-            assert bool(before) == (rank == 1 and "on_after_backward" in {event[1] for event in events})
-        elif variant.microbatches:
-            events = split_events(events, variant.microbatches)
-        check_shown(ours, plain, events, variant_name)
-        if case.has_equal_values:
-            check_values(ours, plain)
-            assert files_below(folder / variant_name) == files_below(plain_folder)
-            paths = [
-                run.trainer.checkpoint_callback and run.trainer.checkpoint_callback.best_model_path.rpartition("/")[2]
-                for run in (ours, plain)
-            ]
-            assert paths[0] == paths[1]
+def best_checkpoint(run):
+    checkpoint = run.trainer.checkpoint_callback
+    return checkpoint and checkpoint.best_model_path.rpartition("/")[2]
+
+
+def check_hooks(own, lightning, variant):
+    events = lightning.events
+    if not variant.has_pipeline:
+        assert own.events == (split_events(events, variant.microbatches) if variant.microbatches else events)
+        return
+    own_events, names = without_steps(own.events), {name for _, name, *_ in own.events}
+    assert own_events == pipeline_events(events)
+    assert ("on_before_backward" in names) == (dist.get_rank() == 1 and "on_after_backward" in names)
+
+
+def check_counters(own, lightning, *, gives_window_up):
+    trainers = own.trainer, lightning.trainer
+    assert len({trainer.global_step for trainer in trainers}) == 1
+    assert len({trainer.current_epoch for trainer in trainers}) == 1
+    own_state, state = (trainer.fit_loop.state_dict() for trainer in trainers)
+    if gives_window_up:
+        # A window that never ran was not zeroed for, and has logged nothing.
+        for each in (own_state, state):
+            del each["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]["zero_grad"]
+    else:
+        assert [(step, sorted(row)) for step, row in own.rows] == [(step, sorted(row)) for step, row in lightning.rows]
+    assert own_state == state
+    rates = [[group["lr"] for group in trainer.optimizers[0].param_groups] for trainer in trainers]
+    assert rates[0] == rates[1]
+
+
+def check_values(own, lightning, *, has_waiting):
+    """Compare what was logged. Batches that wait have logged nothing yet, and the step then shows the whole window."""
+    for rows, expected_rows in ((own.rows, lightning.rows), (own.values, lightning.values)):
+        for (when, row), (_, expected) in zip(rows, expected_rows, strict=True):
+            if not has_waiting or when != "on_train_batch_end":
+                keys = [key for key in expected if not (has_waiting and key in STEP_KEYS)]
+                assert {key: row[key] for key in keys} == pytest.approx({key: expected[key] for key in keys}, **CLOSE)
+    weights = lightning.weights
+    own_weights = {name: tensor for name, tensor in own.weights.items() if "error" not in name}
+    torch.testing.assert_close(own_weights, {name: weights[name] for name in own_weights}, **WEIGHT_TOLERANCE)
+    torch.testing.assert_close(own.result, lightning.result, **LOG_TOLERANCE)
+
+
+def check_case(case, variants, folder):
+    lightning_folder = folder / f"lightning{os.environ['RANK']}"
+    lightning = run_plain(case, lightning_folder)
+    for name, variant in variants.items():
+        own = run_ours(case, variant, folder / name)
+        check_hooks(own, lightning, variant)
+        check_counters(own, lightning, gives_window_up=variant.has_pipeline and case.gives_window_up)
+        if case.has_equal_values and not (variant.has_pipeline and case.gives_window_up):
+            has_waiting = variant.has_pipeline and case.has_windows
+            check_values(own, lightning, has_waiting=has_waiting)
+            assert files_below(folder / name) == files_below(lightning_folder)
+            assert best_checkpoint(own) == best_checkpoint(lightning)
 
 
 @pytest.mark.world_size(1)
@@ -284,5 +324,132 @@ def test_one_process_is_as_without_the_strategy(name, tmp_path):
 
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("name", CASES)
-def test_two_processes_are_as_one(name, tmp_path, rank):
-    check_case(CASES[name], WORLD_2, tmp_path, rank)
+def test_two_processes_are_as_one(name, tmp_path):
+    check_case(CASES[name], WORLD_2, tmp_path)
+
+
+# What needs more than one call of the Trainer, or ends in an error
+
+
+def check_resume(variants, folder):
+    """Three of eight steps, a checkpoint, and the rest in a new Trainer, under Lightning and under ours."""
+
+    def fit_and_save(trainer, module, data):
+        trainer.fit(module, **data)
+        trainer.save_checkpoint(folder / "three.ckpt")
+
+    def resume(trainer, module, data):
+        trainer.fit(module, **data, ckpt_path=folder / "three.ckpt")
+
+    first = Case(options(max_epochs=2, max_steps=3), Scheduled, act=fit_and_save)
+    rest = Case(options(max_epochs=2), Scheduled, act=resume)
+    folder = folder / os.environ["RANK"]
+    run_plain(first, folder)
+    lightning = run_plain(rest, folder)
+    folder = folder.parent
+    for variant in variants.values():
+        run_ours(first, variant, folder)
+        own = run_ours(rest, variant, folder)
+        check_counters(own, lightning, gives_window_up=False)
+        check_values(own, lightning, has_waiting=False)
+
+
+@pytest.mark.world_size(1)
+def test_one_process_resumes_within_an_epoch(tmp_path):
+    check_resume(WORLD_1, tmp_path)
+
+
+@pytest.mark.world_size(2)
+def test_two_processes_resume_within_an_epoch(tmp_path):
+    check_resume(WORLD_2, tmp_path)
+
+
+class Skips(Probe):
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        return None if batch_idx == 1 else loss
+
+
+@pytest.mark.world_size(1)
+def test_a_step_of_one_process_may_return_none(tmp_path):
+    check_case(Case(module=Skips), WORLD_1, tmp_path)
+
+
+class SkipsOnOneRank(Probe):
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        return None if batch_idx == 1 and os.environ["RANK"] == "1" else loss
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("name", WORLD_2)
+def test_a_step_of_several_ranks_may_not_return_none(name, tmp_path):
+    """A4: the rank that skips says so, and the others do not wait for it."""
+    with pytest.raises(Exception, match=r"None|closed|rank") as caught:
+        run_ours(Case(module=SkipsOnOneRank if name == "replicate" else Skips), WORLD_2[name], tmp_path)
+    if name == "pipeline" or os.environ["RANK"] == "1":
+        assert "return" in str(caught.value)
+        assert "None" in str(caught.value)
+
+
+class Manual(Probe):
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+            self.manual_backward(super().training_step(batch, batch_idx))
+            optimizer.step()
+
+    def configure_optimizers(self):
+        return [torch.optim.AdamW(part.parameters(), lr=1e-2) for part in (self.net, self.head)]
+
+
+@pytest.mark.world_size(1)
+def test_manual_optimization_of_one_process_is_lightnings(tmp_path):
+    check_case(Case(module=Manual), {"native": WORLD_1["native"]}, tmp_path)
+
+
+@pytest.mark.world_size(2)
+def test_manual_optimization_of_replicas_is_lightnings(tmp_path):
+    check_case(Case(module=Manual), {"replicate": WORLD_2["replicate"]}, tmp_path)
+
+
+@pytest.mark.world_size(1)
+def test_manual_optimization_is_refused_with_microbatches(tmp_path):
+    with pytest.raises(NotImplementedError, match="microbatches"):
+        run_ours(Case(module=Manual), WORLD_1["split"], tmp_path)
+
+
+@pytest.mark.world_size(2)
+def test_manual_optimization_is_refused_in_a_pipeline(tmp_path):
+    with pytest.raises(NotImplementedError, match="pipeline_parallel"):
+        run_ours(Case(module=Manual), WORLD_2["pipeline"], tmp_path)
+
+
+class LineSearch(Probe):
+    """Its optimizer runs the step as often as it likes."""
+
+    def configure_optimizers(self):
+        return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
+
+
+@pytest.mark.world_size(1)
+def test_an_optimizer_may_run_a_step_again(tmp_path):
+    check_case(Case(options(limit_train_batches=2), LineSearch), {"native": WORLD_1["native"]}, tmp_path)
+    own = run_ours(Case(options(limit_train_batches=2), LineSearch), WORLD_1["split"], tmp_path)
+    lightning = run_plain(Case(options(limit_train_batches=2), LineSearch), tmp_path)
+    names = dict(own.module.named_parameters())
+    torch.testing.assert_close(
+        {name: own.weights[name] for name in names},
+        {name: lightning.weights[name] for name in names},
+        **WEIGHT_TOLERANCE,
+    )
+
+
+@pytest.mark.world_size(2)
+def test_an_optimizer_that_looks_at_all_parameters_is_refused_in_a_pipeline(tmp_path):
+    with pytest.raises(NotImplementedError, match="LBFGS"):
+        run_ours(Case(module=LineSearch), WORLD_2["pipeline"], tmp_path)

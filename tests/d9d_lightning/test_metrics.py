@@ -107,7 +107,6 @@ class Classifier(Regression):
         self.log("num_samples", float(len(y)), reduce_fx="sum", sync_dist=True)
         self.log("largest", float(y.max()), reduce_fx="max", sync_dist=True)
 
-
     def on_validation_epoch_end(self):
         self.late_sync = metric_sync.StateSync.of(self.late)
         self.num_batches = self.late.compute().item()

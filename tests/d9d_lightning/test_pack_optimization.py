@@ -58,9 +58,9 @@ def check_split(mesh, accumulate):
     epoch = trainer.callback_metrics["loss_epoch"].clone()
     dist.all_reduce(epoch)
     torch.testing.assert_close(epoch.double() / world, losses.mean(), rtol=1e-6, atol=0)
-    assert [call for call in module.calls if type(call) is tuple] == [
-        ("end", BATCH // world, (BATCH // world,))
-    ] * (NUM_STEPS * accumulate)
+    assert [call for call in module.calls if type(call) is tuple] == [("end", BATCH // world, (BATCH // world,))] * (
+        NUM_STEPS * accumulate
+    )
     assert module.calls.count("on_after_backward") == 4 * NUM_STEPS * accumulate
     assert trainer.global_step == NUM_STEPS
 

@@ -5,12 +5,24 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from d9d.core.dist_context import DENSE_DOMAIN, DeviceMeshParameters
+from d9d.core.placement import local_tensor
 from d9d_lightning import D9DStrategy
-from d9d_lightning.precision import install_mesh_clipping
-from tests.d9d_lightning.support import Regression, build_trainer, full, make_samples, rank_loader, seeded
+from d9d_lightning.precision import NormScope, install_mesh_clipping
+from tests.d9d_lightning.support import (
+    PoolEnvironment,
+    Regression,
+    build_trainer,
+    full,
+    full_state,
+    make_samples,
+    plain_trainer,
+    rank_loader,
+    seeded,
+)
 
 TOLERANCE = {"rtol": 1e-6, "atol": 1e-6}  # torch adds 1e-6 to the norm
 
@@ -116,12 +128,6 @@ def test_infinite_norm_is_seen_by_all_ranks(bad_rank):
     assert norms[0].isinf()
 
 
-def test_fp16_scaling_of_shards_is_refused():
-    strategy = D9DStrategy({"data_parallel_shard": 2})
-    with pytest.raises(NotImplementedError, match="16-mixed"):
-        strategy.precision_plugin = MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu"))
-
-
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("mesh", [{"data_parallel_replicate": 2}, {"data_parallel_shard": 2}], ids=str)
 @pytest.mark.parametrize(
@@ -133,3 +139,130 @@ def test_precisions_train(mesh, precision, dtype):
     trainer.fit(module, rank_loader(make_samples(8, dtype=torch.float32), 4, dist.get_rank(), 2))
     assert {parameter.dtype for parameter in module.parameters()} == {dtype}
     assert all(loss.isfinite() for loss in module.losses)
+
+
+# Loss scaling
+
+
+def scaled(mesh, **options):
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=1000)
+    plugin = MixedPrecision("16-mixed", "cpu", scaler=scaler)
+    strategy = D9DStrategy(mesh, min_unit_params=20)
+    trainer = plain_trainer(strategy=strategy, devices=2, plugins=[PoolEnvironment(), plugin], **options)
+    return trainer, scaler
+
+
+class Overflowing(Regression):
+    """Has an infinite gradient on one rank after the backward pass of one step."""
+
+    def __init__(self, bad_rank=None, bad_step=None):
+        super().__init__()
+        self.bad = (bad_rank, bad_step)
+        self.states = []
+
+    def on_after_backward(self):
+        super().on_after_backward()
+        if (self.trainer.global_rank, self.trainer.fit_loop.batch_idx) == self.bad:
+            local_tensor(self.blocks[0].inner[0].weight.grad)[0, 0] = float("inf")
+
+    def on_train_batch_end(self, *args):
+        self.states.append(full_state(self))
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("mesh", [{"data_parallel_replicate": 2}, {"data_parallel_shard": 2}], ids=str)
+@pytest.mark.parametrize("bad_rank", [0, 1])
+def test_an_infinite_gradient_on_one_rank_skips_the_step_on_all(mesh, bad_rank):
+    trainer, scaler = scaled(mesh, gradient_clip_val=1.0)
+    module = seeded(lambda: Overflowing(bad_rank, 1), dtype=torch.float32)
+    trainer.fit(module, rank_loader(make_samples(12, dtype=torch.float32), 4, dist.get_rank(), 2))
+    assert scaler.get_scale() == 2.0**7
+    first, second, third = module.states
+    torch.testing.assert_close(second, first, rtol=0, atol=0)
+    assert any((third[name] != first[name]).any() for name in first)
+    gathered = [torch.empty_like(third["head.weight"]) for _ in range(2)]
+    dist.all_gather(gathered, third["head.weight"])
+    torch.testing.assert_close(gathered[0], gathered[1], rtol=0, atol=0)
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("mesh", [{"data_parallel_replicate": 2}, {"data_parallel_shard": 2}], ids=str)
+def test_scaled_gradients_are_those_of_one_process(mesh):
+    trainer, _ = scaled(mesh)
+    module = seeded(Regression, dtype=torch.float32)
+    trainer.fit(module, rank_loader(make_samples(4, dtype=torch.float32), 4, dist.get_rank(), 2))
+    one = seeded(Regression, dtype=torch.float32)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
+    plugin = MixedPrecision("16-mixed", "cpu", scaler=scaler)
+    plain_trainer(plugins=[plugin]).fit(one, rank_loader(make_samples(4, dtype=torch.float32), 4, 0, 1))
+    # Half precision: sums in other orders.
+    torch.testing.assert_close(module.seen_gradients, one.seen_gradients, rtol=1e-2, atol=1e-3)
+
+
+def test_loss_scaling_of_stages_is_refused():
+    strategy = D9DStrategy({"pipeline_parallel": 2})
+    with pytest.raises(NotImplementedError, match="pipeline_parallel > 1"):
+        strategy.precision_plugin = MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu"))
+
+
+# Precisions
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize(("precision", "tolerance"), [("64-true", 1e-12), ("32-true", 1e-5), ("bf16-true", 2e-2)])
+def test_gradients_in_a_precision_are_those_of_one_process(precision, tolerance):
+    samples = make_samples(4, dtype=torch.float32)
+    module, one = seeded(Regression, dtype=torch.float32), seeded(Regression, dtype=torch.float32)
+    trainer = build_trainer({"data_parallel_shard": 2}, precision=precision)
+    trainer.fit(module, rank_loader(samples, 4, dist.get_rank(), 2))
+    plain_trainer(precision=precision).fit(one, rank_loader(samples, 4, 0, 1))
+    torch.testing.assert_close(module.seen_gradients, one.seen_gradients, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_mixed_precision_of_fsdp(precision):
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    module = seeded(Regression, dtype=torch.float32)
+    seen = set()
+    module.blocks[0].inner[0].register_forward_hook(lambda layer, args, output: seen.add((args[0].dtype, output.dtype)))
+    trainer = build_trainer({"data_parallel_shard": 2}, precision=precision, strategy_options={"mp_policy": policy})
+    trainer.fit(module, rank_loader(make_samples(4, dtype=torch.float32), 4, dist.get_rank(), 2))
+    assert seen == {(torch.bfloat16, torch.bfloat16)}
+    assert {parameter.dtype for parameter in module.parameters()} == {torch.float32}
+    one = seeded(Regression, dtype=torch.float32)
+    plain_trainer().fit(one, rank_loader(make_samples(4, dtype=torch.float32), 4, 0, 1))
+    torch.testing.assert_close(module.seen_gradients, one.seen_gradients, rtol=5e-2, atol=5e-2)
+
+
+# Norms over pipelines
+
+
+@pytest.mark.world_size(2)
+def test_copies_outside_of_the_stages_count_once():
+    pipeline = DeviceMeshParameters(pipeline_parallel=2).build().mesh_for(DENSE_DOMAIN)["pp"]
+    rank = dist.get_rank()
+    inside, outside = parameter_with_gradient((36.0, 77.0)[rank], "plain"), parameter_with_gradient(2.0, "plain")
+    scope = NormScope(pipeline=pipeline, uncounted=frozenset([outside] if rank else []))
+    norms = []
+    strategy = D9DStrategy({"pipeline_parallel": 2})
+    plugin = strategy.precision_plugin
+    install_mesh_clipping(plugin, strategy.mesh, norms.append, lambda: scope)
+    plugin.clip_gradients(torch.optim.SGD([outside, inside], lr=1.0), 8.5)
+    norm = (36.0**2 + 77.0**2 + 2.0**2) ** 0.5
+    assert norms[0].item() == pytest.approx(norm)
+    expected = [8.5 / norm * value for value in (2.0, (36.0, 77.0)[rank])]
+    assert local_gradients([outside, inside]) == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.world_size(2)
+def test_norms_of_stages():
+    pipeline = DeviceMeshParameters(pipeline_parallel=2).build().mesh_for(DENSE_DOMAIN)["pp"]
+    parameter = parameter_with_gradient((36.0, 77.0)[dist.get_rank()], "plain")
+    norms = []
+    strategy = D9DStrategy({"pipeline_parallel": 2})
+    plugin = strategy.precision_plugin
+    install_mesh_clipping(plugin, strategy.mesh, norms.append, lambda: NormScope(pipeline=pipeline))
+    plugin.clip_gradients(torch.optim.SGD([parameter], lr=1.0), 8.5)
+    assert norms[0].item() == 85.0
+    assert local_gradients([parameter]) == pytest.approx([(3.6, 7.7)[dist.get_rank()]], rel=1e-6)

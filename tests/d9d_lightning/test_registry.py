@@ -9,6 +9,9 @@ from d9d_lightning import D9DStrategy, DeviceMeshParameters
 from d9d_lightning.registry import StrategyName
 from tests.d9d_lightning.support import Regression, plain_trainer
 
+# It warns of arguments that come from a program, as they do in tests.
+pytestmark = pytest.mark.filterwarnings("ignore:LightningCLI's args parameter")
+
 
 @pytest.fixture(autouse=True)
 def same_names_afterwards():

@@ -17,6 +17,7 @@ from d9d_lightning.checkpoint import (
     gather_checkpoint,
     load_model_state,
     load_optimizer_states,
+    set_up_together,
 )
 from d9d_lightning.stage_optimizers import GroupPart, OptimizerPart, merge_group_names, optimizer_problems
 from tests.d9d_lightning.support import (
@@ -151,7 +152,8 @@ def test_two_stages_save_what_one_process_saves(tmp_path):
         assert_same({"state_dict": doubled}, {"state_dict": {n: t * 2 for n, t in expected["state_dict"].items()}})
         assert gathered.pop("mine") == 0
         assert_same(gathered, expected)
-        assert vars(gathered["state_dict"])["_metadata"] == vars(expected["state_dict"])["_metadata"]
+        versions = [dict(vars(state["state_dict"])["_metadata"]) for state in (gathered, expected)]
+        assert versions[0] == versions[1]
 
 
 @pytest.mark.world_size(2)
@@ -302,6 +304,22 @@ def test_ranks_agree_on_what_is_wrong_with_optimizers():
     stray = torch.optim.SGD([nn.Parameter(torch.zeros(3))] if context.rank else module.parameters(), lr=0.1)
     with pytest.raises(ValueError, match=r"pipeline rank 1: group 0 of the SGD has parameters of shapes \[\(3,\)\]"):
         check_optimizers(module, [stray], cut)
+
+
+@pytest.mark.world_size(2)
+def test_a_stage_without_parameters_fails_on_all_ranks():
+    whole = seeded(Staged)
+    context = context_of(pipeline_parallel=2)
+    cut = cut_of(whole, pipeline_group(context))
+    module = keep_half(whole, context.rank)
+
+    def set_up():
+        torch.optim.SGD([p for n, p in module.named_parameters() if n.startswith("layers.0")], lr=0.1)
+
+    error, match = (ValueError, "empty") if context.rank else (RuntimeError, "pipeline rank 1: ValueError: .*empty")
+    with pytest.raises(error, match=match):
+        set_up_together(set_up, cut)
+    set_up_together(module.configure_optimizers, cut)
 
 
 @pytest.mark.world_size(2)

@@ -1,12 +1,15 @@
 """The examples and the commands in the README run as they are written."""
 
+import importlib
 import json
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import lightning as L
 import pytest
 import yaml
 
@@ -16,10 +19,15 @@ EXAMPLES = ROOT / "examples"
 TIMEOUT_S = 110  # for a busy machine; on two idle cores an example takes less than 60 s
 
 FP32_AFTER_STEPS = 1e-5  # sums in another order, through a dozen updates: 1e-7 is usual
+FP32_AFTER_EPOCHS = 1e-5  # the same through 44 updates: 2e-6 is usual
 
 # Example folder -> the command that its README documents and what it has to print.
 COMMANDS = {
     "digits": ("python examples/digits/train.py", r"test accuracy: 0\.9[5-9]"),
+    "lightning_pipeline": (
+        "python examples/lightning_pipeline/train.py",
+        r"pp2: the same on all 2 ranks(.|\n)*best checkpoint: \S+\.ckpt \(val_accuracy 0\.9",
+    ),
     "pipeline": (
         "torchrun --nproc-per-node 4 examples/pipeline/train.py examples/pipeline/config.yaml",
         r"step 80/80 \| loss 0\.[67]",
@@ -127,3 +135,48 @@ def test_the_pipeline_example_has_the_losses_of_one_process(tmp_path: Path):
     assert len(losses["pipeline"]) == 12
     assert losses["pipeline"] == pytest.approx(losses["pipeline-single"], rel=FP32_AFTER_STEPS)
     assert (tmp_path / "runs" / "pipeline-timeline.svg").read_text(encoding="utf-8").startswith("<svg")
+
+
+MESHES = [
+    "tp2_shard2",
+    "pp2_shard2",
+    "pp2_tp2",
+    *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("replicate2", "shard2", "hsdp2x2", "pp2")),
+]
+
+
+@pytest.fixture(scope="module")
+def on_one_process(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What the Lightning example logs on one process."""
+    return lightning_result("one", tmp_path_factory.mktemp("one"))
+
+
+def lightning_result(mesh: str, folder: Path) -> dict[str, Any]:
+    run_in(folder, f"python examples/lightning_pipeline/train.py --mesh {mesh} --epochs 2")
+    result = json.loads((folder / "runs" / "lightning_pipeline" / f"{mesh}.json").read_text(encoding="utf-8"))
+    return {**result, "best": folder / result["best"]}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", MESHES)
+def test_the_lightning_example_logs_and_saves_the_same_on_a_mesh(
+    mesh: str, on_one_process: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    result = lightning_result(mesh, tmp_path)
+    logs = [json.loads(path.read_text(encoding="utf-8")) for path in result["best"].parents[1].glob("rank*.json")]
+    assert len(logs) == result["num_ranks"] > 1
+    assert all(log == logs[0] for log in logs)
+
+    assert len(logs[0]["train_losses"]) == 2 * 22
+    assert logs[0]["train_losses"] == pytest.approx(on_one_process["train_losses"], abs=FP32_AFTER_EPOCHS)
+    for values, expected in zip(logs[0]["epochs"], on_one_process["epochs"], strict=True):
+        assert values == pytest.approx(expected, abs=FP32_AFTER_EPOCHS)
+    assert result["best"].name == on_one_process["best"].name
+    assert result["best_score"] == on_one_process["best_score"]
+
+    monkeypatch.syspath_prepend(EXAMPLES / "lightning_pipeline")
+    module = importlib.import_module("module").DigitTransformer.load_from_checkpoint(result["best"])
+    trainer = L.Trainer(accelerator="cpu", devices=1, logger=False, enable_progress_bar=False)
+    [validated] = trainer.validate(module, importlib.import_module("data").DigitData(), verbose=False)
+    best = next(values for values in logs[0]["epochs"] if values["val_accuracy"] == result["best_score"])
+    assert validated == pytest.approx(best, abs=FP32_AFTER_EPOCHS)

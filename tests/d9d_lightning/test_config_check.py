@@ -1,0 +1,129 @@
+"""Wrong options of the strategy: all in one error, before any process group exists."""
+
+import pydantic
+import pytest
+import torch.distributed as dist
+from lightning.fabric.plugins.environments import LightningEnvironment
+
+from d9d.pipelining.factory import PipelineScheduleInferenceConfig
+from d9d_lightning import D9DStrategy, DeviceMeshParameters
+from d9d_lightning.config_check import strategy_problems
+from d9d_lightning.mesh_option import MeshOption
+from tests.d9d_lightning.support import plain_trainer
+
+
+@pytest.mark.parametrize(
+    ("mesh", "num_processes", "expected"),
+    [
+        (None, 3, {"data_parallel_replicate": 3}),
+        ("auto", 1, {}),
+        ({}, 4, {}),
+        ({"data_parallel_shard": -1}, 4, {"data_parallel_shard": 4}),
+        ({"data_parallel_shard": "auto", "tensor_parallel": 2}, 8, {"data_parallel_shard": 4, "tensor_parallel": 2}),
+        ({"tensor_parallel": 2, "pipeline_parallel": -1}, 2, {"tensor_parallel": 2}),
+        ({"data_parallel_shard": -1, "expert_parallel": 4}, 8, {"data_parallel_shard": 8, "expert_parallel": 4}),
+        (DeviceMeshParameters(tensor_parallel=2), 7, {"tensor_parallel": 2}),
+    ],
+)
+def test_open_degrees_are_filled(mesh, num_processes, expected):
+    assert MeshOption.read(mesh).fill(num_processes) == DeviceMeshParameters(**expected)
+
+
+def test_open_degrees_before_the_number_of_processes_is_known():
+    strategy = D9DStrategy({"data_parallel_shard": -1, "tensor_parallel": 2})
+    assert strategy.mesh == DeviceMeshParameters(tensor_parallel=2)
+    plain_trainer(strategy=strategy, devices=6)
+    assert strategy.mesh == DeviceMeshParameters(tensor_parallel=2, data_parallel_shard=3)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "error", "match"),
+    [
+        (
+            {"data_parallel_shard": -1, "tensor_parallel": -1},
+            ValueError,
+            "data_parallel_shard and tensor_parallel cannot",
+        ),
+        ({"expert_parallel": -1}, ValueError, "expert_parallel cannot be left open"),
+        ({"tensor_parallel": -2}, pydantic.ValidationError, "tensor_parallel"),
+        ({"tp": -1}, pydantic.ValidationError, "tp"),
+        ({"tensor_parallel": 2, "dp": "auto"}, pydantic.ValidationError, "dp"),
+        ("all", ValueError, r"mesh \('all'\) must be 'auto'"),
+    ],
+)
+def test_malformed_meshes(mesh, error, match):
+    with pytest.raises(error, match=match):
+        D9DStrategy(mesh)
+
+
+def test_processes_that_cannot_be_shared_out():
+    match = r"6 processes \(devices \* num_nodes\) are no multiple of tensor_parallel 4 = 4. Use 4 or 8 processes"
+    with pytest.raises(ValueError, match=match):
+        plain_trainer(strategy=D9DStrategy({"data_parallel_shard": -1, "tensor_parallel": 4}), devices=6)
+
+
+def problems_of(mesh=None, num_devices=4, num_nodes=1, **options):
+    environment = LightningEnvironment()
+    return strategy_problems(
+        MeshOption.read(mesh), environment, num_devices=num_devices, num_nodes=num_nodes, **options
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "texts"),
+    [
+        ({}, []),
+        ({"pipeline_module": "model.layers.3", "microbatches": 4, "schedule": "zero_bubble_v", "launcher": "fork"}, []),
+        ({"mesh": {"pipeline_parallel": 4}}, ["pipeline_parallel (4) needs pipeline_module"]),
+        ({"pipeline_module": "model..layers"}, ["pipeline_module ('model..layers') must be the dotted name"]),
+        ({"pipeline_module": ""}, ["pipeline_module ('') must be the dotted name"]),
+        ({"microbatches": 0}, ["microbatches (0) must be a whole number of at least 1"]),
+        ({"microbatches": True}, ["microbatches (True)"]),
+        ({"microbatches": 2.0}, ["microbatches (2.0)"]),
+        ({"schedule": "1f2b"}, ["schedule '1f2b' is not known"]),
+        ({"schedule": "inference"}, ["runs no backward passes"]),
+        ({"schedule": PipelineScheduleInferenceConfig()}, ["runs no backward passes"]),
+        ({"launcher": "srun"}, ["launcher ('srun') is not known: choose script, fork or spawn"]),
+        (
+            {"launcher": "fork", "num_nodes": 2},
+            ["launcher ('fork') starts processes on one machine, but num_nodes is 2"],
+        ),
+        ({"mesh": {"context_parallel_shard": 4}}, ["does not support context_parallel_shard (4) yet"]),
+        (
+            {
+                "mesh": {"pipeline_parallel": 2, "expert_parallel": 2, "data_parallel_shard": 2, "tensor_parallel": 2},
+                "schedule": "none",
+                "microbatches": -1,
+                "launcher": "none",
+            },
+            [
+                "The mesh needs 8 processes",
+                "does not support expert_parallel (2) yet",
+                "schedule 'none' is not known",
+                "pipeline_parallel (2) needs pipeline_module",
+                "microbatches (-1)",
+                "launcher ('none') is not known",
+            ],
+        ),
+    ],
+)
+def test_problems(options, texts, monkeypatch):
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    problems = problems_of(**options)
+    assert len(problems) == len(texts), problems
+    for problem, text in zip(problems, texts, strict=True):
+        assert text in problem
+
+
+def test_notebooks_run_no_scripts(monkeypatch):
+    monkeypatch.setattr("d9d_lightning.config_check._IS_INTERACTIVE", True)
+    assert "a notebook cannot be run again as a script" in problems_of(launcher="script")[0]
+    assert problems_of(launcher=None) == []
+
+
+def test_all_problems_come_in_one_error():
+    strategy = D9DStrategy({"pipeline_parallel": 2}, schedule="none", microbatches=0)
+    with pytest.raises(ValueError, match="D9DStrategy cannot run as it is configured") as error:
+        plain_trainer(strategy=strategy, devices=3)
+    assert str(error.value).count("\n- ") == 4
+    assert not dist.is_initialized()
