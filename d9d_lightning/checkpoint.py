@@ -26,10 +26,10 @@ __all__ = [
     "Checkpoint",
     "StageCut",
     "check_optimizers",
-    "error_of",
     "gather_checkpoint",
     "load_model_state",
     "load_optimizer_states",
+    "save_on_first_rank",
     "set_up_together",
     "shard_model_state",
     "shard_optimizer_state",
@@ -88,13 +88,33 @@ def _full_on_host(tensor: DTensor, *, keep: bool) -> torch.Tensor | None:
     return full.cpu() if keep else None
 
 
-def error_of(save: Callable[[], None]) -> Exception | None:
+def error_of(action: Callable[[], None]) -> Exception | None:
     """Run what one rank does for all, and return the error that it must tell the others about instead of raising it."""
     try:
-        save()
+        action()
     except Exception as error:  # noqa: BLE001  # the caller raises it on all ranks
         return error
     return None
+
+
+def save_on_first_rank(
+    save: Callable[[], None], path: object, *, is_first: bool, broadcast: Callable[[str | None], str | None]
+) -> None:
+    """Let rank 0 write a file. All ranks must call it.
+
+    Args:
+        save: Writes it.
+        path: Where, for the message.
+        is_first: Whether this is rank 0.
+        broadcast: Returns the object of rank 0 on all ranks.
+
+    Raises:
+        RuntimeError: On all ranks, if it could not be written.
+    """
+    failure = error_of(save) if is_first else None
+    reason = broadcast(None if failure is None else f"{type(failure).__name__}: {failure}")
+    if reason is not None:
+        raise RuntimeError(f"rank 0 could not write the checkpoint {path}: {reason}") from failure
 
 
 def shard_model_state(state_dict: Mapping[str, torch.Tensor], module: nn.Module) -> OrderedDict[str, torch.Tensor]:

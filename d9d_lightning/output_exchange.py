@@ -92,6 +92,9 @@ def _sendable(output: PyTree[Any]) -> PyTree[Any]:
 
 def _looks_at_outputs(hook: str) -> Callable[[Callback], bool]:
     def looks(callback: Callback) -> bool:
+        if hook in vars(callback):
+            # Lightning's LambdaCallback has the user's functions in its instances.
+            return True
         is_ours = type(callback).__module__.split(".", 1)[0] in ("lightning", "d9d_lightning")
         return not is_ours and is_overridden(hook, callback, parent=Callback)
 

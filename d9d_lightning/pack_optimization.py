@@ -15,16 +15,16 @@ outputs of a batch that waits are not known yet.
 import contextlib
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult, _AutomaticOptimization
 from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -138,6 +138,7 @@ class PackOptimization(_AutomaticOptimization):
         pipeline: PipelineSteps | None,
         loss_weights: LossWeights,
         num_replicas: int,
+        block_sums: Callable[[], contextlib.AbstractContextManager[None]],
         correct_gradients: Callable[[float | torch.Tensor], contextlib.AbstractContextManager[None]],
     ) -> None:
         """Go on with the counters of the loop that is there.
@@ -149,6 +150,7 @@ class PackOptimization(_AutomaticOptimization):
             pipeline: Runs packs over the stages of this rank; None without a pipeline.
             loss_weights: Of this rank.
             num_replicas: Number of data-parallel ranks, over whose losses the mean is taken.
+            block_sums: Lets backward passes inside only accumulate.
             correct_gradients: Lets backward passes inside multiply the gradients by a factor when they have summed them.
         """
         super().__init__(trainer)
@@ -160,6 +162,7 @@ class PackOptimization(_AutomaticOptimization):
         self._pipeline = pipeline
         self._loss_weights = loss_weights
         self._num_replicas = num_replicas
+        self._block_sums = block_sums
         self._correct_gradients = correct_gradients
         self._recorder = LogRecorder(module)
         self._waiting: list[StepArguments] = []
@@ -198,7 +201,6 @@ class PackOptimization(_AutomaticOptimization):
         return ClosureResult.from_training_step_output(output)
 
     def _run_split(self, kwargs: "OrderedDict[str, Any]", optimizer: Optimizer, zero: _Zero) -> ClosureResult:
-        strategy = self.trainer.strategy
         microbatches = split_batch(kwargs["batch"], self._num_microbatches, self._module)
         outputs: list[PyTree[Any]] = []
         for index, microbatch in enumerate(microbatches):
@@ -214,7 +216,7 @@ class PackOptimization(_AutomaticOptimization):
             if result.closure_loss is None:
                 continue
             is_last = index == len(microbatches) - 1
-            with contextlib.nullcontext() if is_last else strategy.block_backward_sync():
+            with contextlib.nullcontext() if is_last else self._block_sums():
                 share = microbatch.weight / window_size(self.trainer)
                 loss = self._loss_weights.weigh(result.closure_loss, output, share)
                 self._run_backward(loss, optimizer, is_last=is_last)
@@ -276,8 +278,8 @@ class PackOptimization(_AutomaticOptimization):
             raise RuntimeError(_SKIPPED_ON_A_RANK)
         num_batches = window_size(self.trainer)
         result = self.output_result_cls.from_training_step_output(output, num_batches)
-        if result.closure_loss is not None:
-            loss = output if isinstance(output, torch.Tensor) else output["loss"]
+        if result.closure_loss is not None and output is not None:
+            loss = output["loss"] if isinstance(output, Mapping) else output
             result.closure_loss = self._loss_weights.weigh(loss, output, 1 / num_batches)
         return result
 
@@ -297,10 +299,10 @@ def _do_nothing() -> None:
 
 
 def _detached(output: PyTree[Any]) -> PyTree[Any]:
-    """Return what a step has returned, without the graph of the loss."""
+    """Return what a step has returned, without the graph of the loss, which may have one element in any shape."""
     if isinstance(output, torch.Tensor):
-        return output.detach()
-    return {**output, "loss": output["loss"].detach()}
+        return output.detach().reshape(())
+    return {**output, "loss": output["loss"].detach().reshape(())}
 
 
 @contextlib.contextmanager

@@ -100,12 +100,11 @@ class PipelineCall:
         Raises:
             RuntimeError: If the step calls the submodule not once.
         """
-        num_calls = 0
+        calls: list[CapturedCall] = []
 
-        def answer(_call: CapturedCall) -> Any:  # noqa: ANN401
-            nonlocal num_calls
-            num_calls += 1
-            if num_calls > 1:
+        def answer(call: CapturedCall) -> Any:  # noqa: ANN401
+            calls.append(call)
+            if len(calls) > 1:
                 raise RuntimeError(
                     f"{step_name} calls self.{self._name} a second time. Stages run once for each microbatch: put both "
                     f"inputs into one call (along the batch dimension), or set pipeline_parallel to 1."
@@ -114,7 +113,7 @@ class PipelineCall:
 
         with self._answering(answer):
             result = step()
-        if num_calls != 1:
+        if not calls:
             raise RuntimeError(
                 f"{step_name} called self.{self._name} when it ran on the first stage, but not on the last one. Let it "
                 f"not depend on the rank or on random numbers whether the submodule is called."
@@ -165,8 +164,5 @@ def unchanged_batch(step_name: str, batch: PyTree[Any]) -> Generator[PyTree[Any]
 
 def own_containers(batch: PyTree[Any]) -> PyTree[Any]:
     """Return a batch with the same tensors in new containers."""
-    if isinstance(batch, torch.Tensor):
-        return batch
-    if isinstance(batch, Mapping) and type(batch) is not dict:
-        return copy.copy(batch)
-    return tree_map(lambda leaf: leaf, batch)
+    # Mappings of other classes, such as those of tokenizers, are no nodes of a tree.
+    return tree_map(lambda leaf: copy.copy(leaf) if isinstance(leaf, Mapping) else leaf, batch)

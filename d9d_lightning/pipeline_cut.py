@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from d9d.core.dist_context import DENSE_DOMAIN, DistributedContext
 from d9d.pipelining.api import PipelineSchedule
@@ -23,11 +24,13 @@ from d9d.pipelining.factory import (
 )
 from d9d_lightning.metric_domains import MetricDomains
 from d9d_lightning.pipeline_call import PipelineCall
+from d9d_lightning.precision import NormScope
 from d9d_lightning.stage_checkpoint import StageCut
 from d9d_lightning.stage_cut import nearest
 from d9d_lightning.stages import PipelineStages, build_stages, plan_cut
 
-__all__ = ["Pipeline", "PipelineOptions", "cut_module", "pipeline_of"]
+__all__ = ["Pipeline", "PipelineOptions", "check_cut", "cut_module", "pipeline_of"]
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineOptions:
@@ -76,6 +79,8 @@ class Pipeline:
     """Names of the whole module."""
     domains: MetricDomains
     """Ranks that metrics are gathered over."""
+    mesh: DeviceMesh
+    """One-dimensional mesh of this pipeline."""
     device: torch.device
     """Device of this rank."""
 
@@ -109,6 +114,11 @@ class Pipeline:
         inside = {parameter for stage in self.stages for parameter in stage.parameters()}
         return [parameter for parameter in module.parameters() if parameter not in inside]
 
+    def norm_scope(self, module: nn.Module) -> NormScope:
+        """Return what the norm of this rank's gradients extends over: all stages, and once what is outside of them."""
+        outside = () if self.group.rank() == 0 else self.outside(module)
+        return NormScope(pipeline=self.mesh, uncounted=frozenset(outside))
+
 
 _PIPELINES: weakref.WeakKeyDictionary[nn.Module, Pipeline] = weakref.WeakKeyDictionary()
 """Modules that have been cut."""
@@ -117,6 +127,21 @@ _PIPELINES: weakref.WeakKeyDictionary[nn.Module, Pipeline] = weakref.WeakKeyDict
 def pipeline_of(module: nn.Module) -> Pipeline | None:
     """Return the stages of a module that an earlier run has cut."""
     return _PIPELINES.get(module)
+
+
+def check_cut(module: nn.Module, context: DistributedContext | None, options: PipelineOptions | None) -> None:
+    """Refuse a module that an earlier run has cut in another way: layers of other ranks are gone.
+
+    Raises:
+        RuntimeError: With what to do.
+    """
+    pipeline = pipeline_of(module)
+    if pipeline is None or (pipeline.domains.context is context and pipeline.options == options):
+        return
+    raise RuntimeError(
+        f"this {type(module).__name__} was cut into pipeline stages by an earlier Trainer, on another mesh, schedule or "
+        f"choice of stages: each rank has only its part of it. Save a checkpoint there, and load it into a new instance."
+    )
 
 
 def cut_module(module: LightningModule, context: DistributedContext, options: PipelineOptions) -> Pipeline:
@@ -149,6 +174,7 @@ def cut_module(module: LightningModule, context: DistributedContext, options: Pi
         context=stage_context,
         cut=cut,
         domains=MetricDomains(context, last_pp_rank=_host_of_last_stage(info.stages_by_rank)),
+        mesh=context.mesh_for(DENSE_DOMAIN)["pp"],
         device=context.current_device,
     )
     _PIPELINES[module] = pipeline

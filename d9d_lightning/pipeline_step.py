@@ -129,23 +129,25 @@ class PipelineSteps:
             self._runs("training_step", arguments, *progress, position) for position, arguments in enumerate(window)
         ]
         runs = [run for of_batch in by_batch for run in of_batch]
-        losses: list[torch.Tensor] = []
-        extras: list[dict[str, Any]] = []
+        losses: dict[int, torch.Tensor] = {}
+        extras: dict[int, dict[str, Any]] = {}
 
         def run_loss(output: PyTree[Any], index: int) -> torch.Tensor:
             result = runs[index].finish(output)
             share = runs[index].part.weight / len(window)
             loss = self._loss_weights.weigh(_loss_of(result), result, share)
-            losses.append(loss.detach())
-            extras.append(_without_loss(result))
-            return precision.pre_backward(loss, module)
+            losses[index] = loss.detach()
+            extras[index] = _without_loss(result)
+            # What on_before_backward logs goes to the other ranks as well, which do not run it.
+            with self._recorder.recording(runs[index].part.batch):
+                return precision.pre_backward(loss, module)
 
         gradients.start_pack(len(runs))
         self._pipeline.training.step(tuple(runs), tuple(runs), run_loss)
-        loss = self._finish_gradients(gradients, losses)
+        loss = self._finish_gradients(gradients, [losses[index] for index in sorted(losses)])
         self._outside_buffers.share()
-        last = by_batch[-1]
-        extra = self._outputs.share("training_step", lambda: _merge(extras[-len(last) :], last))
+        last = range(len(runs) - len(by_batch[-1]), len(runs))
+        extra = self._outputs.share("training_step", lambda: _merge([extras[index] for index in last], by_batch[-1]))
         precision.post_backward(loss, module)
         return {**(extra or {}), "loss": loss}
 
@@ -171,13 +173,15 @@ class PipelineSteps:
         """
         self._num_evaluations += 1
         runs = self._runs(name, arguments, self._num_evaluations)
-        results: list[PyTree[Any]] = []
-        self._pipeline.forward_only.step(
-            tuple(runs), tuple(runs), lambda output, index: results.append(runs[index].finish(output))
-        )
+        results: dict[int, PyTree[Any]] = {}
+
+        def finish(output: PyTree[Any], index: int) -> None:
+            results[index] = runs[index].finish(output)
+
+        self._pipeline.forward_only.step(tuple(runs), tuple(runs), finish)
         if name != "predict_step":
             self._replay([] if self._pipeline.has_last_stage else None)
-        return self._outputs.share(name, lambda: _merge(results, runs))
+        return self._outputs.share(name, lambda: _merge([results[index] for index in range(len(runs))], runs))
 
     def _replay(self, values: Sequence[torch.Tensor] | None) -> list[torch.Tensor]:
         """Log on all ranks what the last stage has logged, and return its values."""

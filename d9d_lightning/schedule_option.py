@@ -2,7 +2,7 @@
 
 import difflib
 from collections.abc import Mapping
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
@@ -52,7 +52,7 @@ def schedule_option_problems(spec: object) -> list[str]:
         hint = f" Did you mean {near[0]!r}?" if near else ""
         return [f"schedule {name!r} is not known: choose {valid}.{hint}"]
     try:
-        schedule_config(spec)
+        schedule_config(cast("ScheduleSpec", spec))
     except ValidationError as error:
         return [f"schedule {name}: {_path(each['loc'])}{each['msg']}." for each in error.errors()]
     return []

@@ -2,9 +2,8 @@
 # Lightning shares these with its own strategies only
 # pyright: reportPrivateUsage=false
 
-import os
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, TypeVar
 
@@ -24,16 +23,15 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from d9d.core.dist_context import DENSE_DOMAIN, DeviceMeshParameters, DistributedContext
+from d9d.core.dist_context import DeviceMeshParameters, DistributedContext
 from d9d.core.mesh_groups import RankLayout
-from d9d_lightning.batch_agreement import BatchAgreement
 from d9d_lightning.checkpoint import (
     StageCut,
     check_optimizers,
-    error_of,
     gather_checkpoint,
     load_model_state,
     load_optimizer_states,
+    save_on_first_rank,
     set_up_together,
 )
 from d9d_lightning.collectives import all_gather_stacked, reduce_over
@@ -43,24 +41,22 @@ from d9d_lightning.failures import RunFailure
 from d9d_lightning.fsdp_steps import show_module_shards
 from d9d_lightning.launch import build_launcher, join_job, leave_job
 from d9d_lightning.mesh_option import MeshOption, MeshSpec
-from d9d_lightning.metrics import install_metric_sync
 from d9d_lightning.module_setup import is_on_meta, set_up_module
 from d9d_lightning.pack_optimization import check_steps
 from d9d_lightning.parallelize import is_parallelized
-from d9d_lightning.pipeline_cut import PipelineOptions, pipeline_of
+from d9d_lightning.pipeline_cut import PipelineOptions, check_cut, pipeline_of
 from d9d_lightning.plan import Parallelize, ParallelPlan, read_plan
 from d9d_lightning.precision import MeshClipping, NormScope, install_mesh_clipping
 from d9d_lightning.refusals import check_callbacks
 from d9d_lightning.schedule_option import ScheduleSpec, schedule_config
-from d9d_lightning.signals import AgreedSignals
 from d9d_lightning.stages import PipelineStages
-from d9d_lightning.summaries import install_summaries, keep_summaries, release_summaries
+from d9d_lightning.summaries import keep_summaries
 from d9d_lightning.tensor_parallel import share_random_state
 from d9d_lightning.trainer_run import TrainerRun
 
 T = TypeVar("T")
 
-_OF_A_RUN = ("_context", "_batches", "_cut", "_run", "_failure", "_signals")
+_OF_A_RUN = ("_context", "_cut", "_run", "_failure")
 """Attributes that hold process groups and hooks of a running job."""
 
 
@@ -144,10 +140,8 @@ class D9DStrategy(ParallelStrategy):
         self._cut: StageCut | None = None
         self._run: TrainerRun | None = None
         self._restores_after_setup: bool | None = None
-        self._batches: BatchAgreement | None = None
         self._clipping: MeshClipping | None = None
         self._failure: RunFailure | None = None
-        self._signals: AgreedSignals | None = None
         self.last_grad_norm: torch.Tensor | None = None
         """Norm over all gradients before the last clipping by norm, a scalar on the device; None before the first."""
 
@@ -310,20 +304,17 @@ class D9DStrategy(ParallelStrategy):
         )
         if self._context is not None:
             share_random_state(self._context)
-            self._batches = BatchAgreement(self._context)
+        options = self._pipeline_options
+        check_cut(module, self._context, options)
         if not is_parallelized(module, self._context):
             layer_sync = self._layer_sync if is_fitting else None
-            if self._pipeline_options is not None:
+            if options is not None:
                 keep_summaries(trainer, module)
             set_up_module(
-                module,
-                self._context,
-                self.root_device,
-                self._plan,
-                self.precision_plugin,
-                layer_sync,
-                self._pipeline_options,
+                module, self._context, self.root_device, self._plan, self.precision_plugin, layer_sync, options
             )
+        # Again: a function of the user's may have made distributed parameters on any mesh.
+        check_callbacks(trainer, self.mesh, module)
         pipeline = pipeline_of(module)
         self._cut = None if pipeline is None else pipeline.cut
         self._run = TrainerRun(
@@ -333,22 +324,8 @@ class D9DStrategy(ParallelStrategy):
             self.root_device,
             num_microbatches=self._microbatches or 1,
             num_replicas=self.mesh.data_parallel,
-            seed=self._step_seed(),
+            replica=self._dp_rank,
         )
-        for loop in (
-            trainer.validate_loop,
-            trainer.test_loop,
-            trainer.predict_loop,
-            trainer.fit_loop.epoch_loop.val_loop,
-        ):
-            # Parameters that FSDP gathers under inference mode could not be trained afterwards.
-            loop.inference_mode = loop.inference_mode and self._context is None
-        if self._context is not None:
-            # Again: a function of the user's may have made distributed parameters on any mesh.
-            check_callbacks(trainer, self.mesh, module)
-            self._signals = AgreedSignals.install(trainer, self._context)
-            install_summaries(trainer)
-            install_metric_sync(module)
         if is_fitting:
             set_up_together(partial(self.setup_optimizers, trainer), self._cut)
             check_optimizers(module, self.optimizers, self._cut)
@@ -369,10 +346,6 @@ class D9DStrategy(ParallelStrategy):
         return PipelineOptions(
             module_name=self._pipeline_module, stages=self._stages, schedule=schedule_config(self._schedule)
         )
-
-    def _step_seed(self) -> int:
-        seed = int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed() % 2**32))
-        return self.broadcast(seed) + self._dp_rank
 
     @property
     def _running(self) -> TrainerRun:
@@ -395,10 +368,6 @@ class D9DStrategy(ParallelStrategy):
         if self._run is not None:
             self._run.end()
             self._run = None
-        if self._signals is not None:
-            release_summaries(self._signals.trainer)
-            self._signals.release()
-            self._signals = None
         if self._context is None:
             super().teardown()
             return
@@ -433,11 +402,7 @@ class D9DStrategy(ParallelStrategy):
         """Return what norms of gradients extend over on this rank, besides shards."""
         module = self.lightning_module
         pipeline = None if module is None else pipeline_of(module)
-        if module is None or pipeline is None or self._context is None:
-            return NormScope()
-        is_first = pipeline.group.rank() == 0
-        outside = () if is_first else pipeline.outside(module)
-        return NormScope(pipeline=self._context.mesh_for(DENSE_DOMAIN)["pp"], uncounted=frozenset(outside))
+        return NormScope() if module is None or pipeline is None else pipeline.norm_scope(module)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -477,9 +442,11 @@ class D9DStrategy(ParallelStrategy):
         with nullcontext() if self._run is None else self._run.around_optimizer_step():
             return super().optimizer_step(optimizer, closure, model, **kwargs)
 
+    @contextmanager
     @override
-    def block_backward_sync(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._run is None else self._run.block_sums()
+    def block_backward_sync(self) -> Generator[None]:
+        with nullcontext() if self._run is None else self._run.block_sums():
+            yield
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
@@ -490,20 +457,20 @@ class D9DStrategy(ParallelStrategy):
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         # `Any`: whatever the loader gives.
-        if self._batches is not None and (stage := self._connected_module.trainer.state.stage) is not None:
-            self._batches.check(batch, stage)
+        if self._run is not None:
+            self._run.check_batch(batch)
         return super().batch_to_device(batch, device, dataloader_idx)
 
     @override
     def on_train_start(self) -> None:
-        self._sync_new_metrics()
+        if self._run is not None:
+            self._run.sync_new_metrics()
 
     @override
     def on_validation_start(self) -> None:
         """Use the buffers of rank 0 everywhere, as DDP does."""
-        self._sync_new_metrics()
         if self._run is not None:
-            self._run.take_buffers()
+            self._run.start_evaluation()
 
     @override
     def on_validation_end(self) -> None:
@@ -514,13 +481,9 @@ class D9DStrategy(ParallelStrategy):
     on_test_start = on_predict_start = on_validation_start
     on_test_end = on_predict_end = on_validation_end
 
-    def _sync_new_metrics(self) -> None:
-        if self._context is not None:
-            install_metric_sync(self._connected_module)
-
     @property
     def _is_alone(self) -> bool:
-        """Whether this rank has raised, and others have not: see [Note: failing alone]."""
+        # See [Note: failing alone].
         return self._failure is not None and self._failure.is_alone
 
     @override
@@ -622,10 +585,7 @@ class D9DStrategy(ParallelStrategy):
             self._failure.give_up(error)
             return
         save = partial(self.checkpoint_io.save_checkpoint, full, filepath, storage_options=storage_options)
-        failure = error_of(save) if self.is_global_zero else None
-        reason = self.broadcast(None if failure is None else f"{type(failure).__name__}: {failure}")
-        if reason is not None:
-            raise RuntimeError(f"rank 0 could not write the checkpoint {filepath}: {reason}") from failure
+        save_on_first_rank(save, filepath, is_first=self.is_global_zero, broadcast=self.broadcast)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

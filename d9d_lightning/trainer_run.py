@@ -2,11 +2,13 @@
 # Lightning shares these with its own strategies only
 # pyright: reportPrivateUsage=false
 
+import os
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch.optim import Optimizer
@@ -14,15 +16,19 @@ from torch.optim import Optimizer
 from d9d.core.dist_context import DistributedContext
 from d9d.core.placement import local_tensor
 from d9d.optim.local_shards import localize_optimizer
+from d9d_lightning.batch_agreement import BatchAgreement
 from d9d_lightning.fsdp_steps import FsdpSteps
 from d9d_lightning.gradients import DataParallelGradients
 from d9d_lightning.loss_weights import LossWeights
+from d9d_lightning.metrics import install_metric_sync
 from d9d_lightning.module_setup import ModelBuffers
 from d9d_lightning.pack_optimization import PackOptimization, check_pipeline_optimizers
 from d9d_lightning.parallelize import FlagFollower, data_parallel_groups
 from d9d_lightning.pipeline_cut import pipeline_of
 from d9d_lightning.pipeline_gradients import PipelineGradients
 from d9d_lightning.pipeline_step import PipelineSteps, StepArguments
+from d9d_lightning.signals import AgreedSignals
+from d9d_lightning.summaries import install_summaries, release_summaries
 
 __all__ = ["TrainerRun"]
 
@@ -42,7 +48,7 @@ class TrainerRun:
         *,
         num_microbatches: int,
         num_replicas: int,
-        seed: int,
+        replica: int,
     ) -> None:
         """Let steps be packs. See [Note: three feeders]. All ranks must call it.
 
@@ -53,7 +59,7 @@ class TrainerRun:
             device: Device of this rank.
             num_microbatches: Parts that each batch is cut into.
             num_replicas: Number of data-parallel ranks.
-            seed: For random numbers in steps of a pipeline; the same on its ranks.
+            replica: Index of this rank among them.
         """
         self._trainer = trainer
         self._module = module
@@ -65,13 +71,27 @@ class TrainerRun:
         self._flags: FlagFollower | None = None
         self._fsdp: FsdpSteps | None = None
         self._correction: float | torch.Tensor = 1.0
+        self._signals: AgreedSignals | None = None
+        self._batches: BatchAgreement | None = None
+        if context is not None:
+            self._signals = AgreedSignals.install(trainer, context)
+            install_summaries(trainer)
+            self._batches = BatchAgreement(context)
+            _evaluate_without_inference_mode(trainer)
         loss_weights = LossWeights(None if context is None else context.replica_group, device)
         pipeline = pipeline_of(module)
         self._pipeline_steps = None
         if pipeline is not None:
             self._pipeline_steps = PipelineSteps(
-                trainer, module, pipeline, num_microbatches=num_microbatches, loss_weights=loss_weights, seed=seed
+                trainer,
+                module,
+                pipeline,
+                num_microbatches=num_microbatches,
+                loss_weights=loss_weights,
+                seed=_agreed_seed() + replica,
             )
+        # Behind the pipeline, which says who updates metrics.
+        self.sync_new_metrics()
         loop = trainer.fit_loop.epoch_loop
         self._lightning_optimization = loop.automatic_optimization
         loop.automatic_optimization = PackOptimization(
@@ -81,6 +101,7 @@ class TrainerRun:
             pipeline=self._pipeline_steps,
             loss_weights=loss_weights,
             num_replicas=num_replicas,
+            block_sums=self.block_sums,
             correct_gradients=self._correcting_gradients,
         )
 
@@ -134,13 +155,16 @@ class TrainerRun:
                 self._gradients.follow_zero_grad(optimizer)
 
     def end(self) -> None:
-        """Free gradients and hooks, and give the Trainer its own loop back."""
+        """Free gradients and hooks, and give the Trainer back what was exchanged."""
         if self._gradients is not None and self._fsdp is not None:
             self._gradients.release()
             self._fsdp.release()
         if self._pipeline_steps is not None:
             self._pipeline_steps.release()
         self._trainer.fit_loop.epoch_loop.automatic_optimization = self._lightning_optimization
+        if self._signals is not None:
+            release_summaries(self._trainer)
+            self._signals.release()
 
     # Training. `Any`: the user's own batches and outputs.
 
@@ -150,7 +174,7 @@ class TrainerRun:
             return run()
         self._flags.follow()
         if self._gradients is not None and self._gradients.begins_window:
-            self.take_buffers()
+            self._take_buffers()
         self._note_step()
         self._fsdp.enter_step()
         try:
@@ -179,7 +203,7 @@ class TrainerRun:
         if self._fsdp is not None:
             self._fsdp.before_optimizer()
         if self._pipeline_steps is not None:
-            self.take_buffers()
+            self._take_buffers()
             self._note_step()
         yield
         if self._pipeline_steps is not None:
@@ -202,6 +226,12 @@ class TrainerRun:
 
     # Evaluation
 
+    def check_batch(self, batch: object) -> None:
+        """Compare the first batch of each stage of the Trainer over the ranks that work on it together."""
+        stage = self._trainer.state.stage
+        if self._batches is not None and stage is not None:
+            self._batches.check(batch, stage)
+
     @property
     def has_pipeline(self) -> bool:
         """Whether steps run over a pipeline."""
@@ -219,13 +249,40 @@ class TrainerRun:
             return run(*args)
         return self._pipeline_steps.evaluate(name, StepArguments(args[0], args[1:]))
 
+    def sync_new_metrics(self) -> None:
+        """Let metrics that were made since gather over the mesh. No communication."""
+        if self._context is not None:
+            install_metric_sync(self._module)
+
+    def start_evaluation(self) -> None:
+        """Use the buffers of the first replica everywhere, as DDP does. All ranks must call it."""
+        self.sync_new_metrics()
+        self._take_buffers()
+
     # Buffers
 
-    def take_buffers(self) -> None:
-        """Use the buffers of the first replica everywhere, as DDP does. All ranks must call it."""
+    def _take_buffers(self) -> None:
         if self._buffers is not None and self._context is not None:
             self._buffers.take_from_first(self._context.replica_group)
 
     def _note_step(self) -> None:
         if self._buffers is not None:
             self._buffers.note_step()
+
+
+def _evaluate_without_inference_mode(trainer: Trainer) -> None:
+    """Let evaluation run under ``no_grad``: what FSDP gathers under inference mode could not be trained afterwards."""
+    for loop in (
+        trainer.validate_loop,
+        trainer.test_loop,
+        trainer.predict_loop,
+        trainer.fit_loop.epoch_loop.val_loop,
+    ):
+        loop.inference_mode = False
+
+
+def _agreed_seed() -> int:
+    """Return a number that all ranks have in common. All ranks must call it."""
+    seeds = [int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed() % 2**32))]
+    dist.broadcast_object_list(seeds, src=0)
+    return seeds[0]

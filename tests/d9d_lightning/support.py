@@ -146,6 +146,7 @@ def rank_loader(tensors: Sequence[torch.Tensor], batch_size: int, rank: int, wor
     """Each rank's part of consecutive global batches of `batch_size` samples."""
     part = batch_size // world_size
     index = [start + rank * part + offset for start in range(0, len(tensors[0]), batch_size) for offset in range(part)]
+    index = [each for each in index if each < len(tensors[0])]
     return DataLoader(TensorDataset(*[tensor[index] for tensor in tensors]), batch_size=part)
 
 

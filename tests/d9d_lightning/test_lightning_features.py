@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import (
     LearningRateMonitor,
     ModelCheckpoint,
 )
+from lightning.pytorch.profilers import AdvancedProfiler, SimpleProfiler
 
 from d9d_lightning import D9DStrategy
 from tests.d9d_lightning.differential import (
@@ -160,7 +161,11 @@ def checkpoints(**settings):
 def fit_and_more(trainer, module, data):
     """Validate, fit, test, fit on, predict."""
     val = data["val_dataloaders"]
-    results = [trainer.validate(module, val), trainer.fit(module, **data), trainer.test(module, val)]
+    results = [
+        trainer.validate(module, val, verbose=False),
+        trainer.fit(module, **data),
+        trainer.test(module, val, verbose=False),
+    ]
     trainer.fit_loop.max_epochs += 1
     trainer.fit(module, **data)
     return [*results, whole_predictions(trainer, trainer.predict(module, val))]
@@ -224,8 +229,8 @@ CASES = {
     "sanity_checking": Case(options(num_sanity_val_steps=2)),
     "detect_anomaly": Case(options(detect_anomaly=True)),
     "barebones": Case(options(barebones=True, max_epochs=2)),
-    "profiler_simple": Case(options(profiler="simple", limit_train_batches=1)),
-    "profiler_advanced": Case(options(profiler="advanced", limit_train_batches=1)),
+    "profiler_simple": Case(lambda folder: {"profiler": SimpleProfiler(folder, "simple")}),
+    "profiler_advanced": Case(lambda folder: {"profiler": AdvancedProfiler(folder, "advanced")}, num_train=1),
     "log_every_n_steps": Case(options(log_every_n_steps=3, max_epochs=2)),
     "epoch_ends_early": Case(options(max_epochs=2), EndsEpochEarly),
     "epoch_ends_within_window": Case(

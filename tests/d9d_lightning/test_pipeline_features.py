@@ -312,10 +312,10 @@ def test_batches_of_a_window_may_have_different_shapes(tmp_path):
 
 
 @pytest.mark.world_size(2)
-@pytest.mark.parametrize("microbatches", [2, 3])
+@pytest.mark.parametrize("microbatches", [3, 4])
 def test_a_short_last_batch_has_fewer_microbatches(microbatches, tmp_path):
-    """Batches of 3 samples and of 1."""
-    case = Case(module=Watched, num_train=1, batch_size=3, act=fit)
+    """Batches of 6, 6 and 4 samples in microbatches of 2, or of 2, 2, 1 and 1."""
+    case = Case(module=Watched, num_train=4, batch_size=6, act=fit)
     own, lightning = run_ours(case, pipeline(microbatches=microbatches), tmp_path), run_plain(case, tmp_path)
     torch.testing.assert_close(own.weights, {name: lightning.weights[name] for name in own.weights}, **TOLERANCE)
 
@@ -370,21 +370,21 @@ class Evaluates(Watched):
 class Writer(BasePredictionWriter):
     def __init__(self):
         super().__init__("batch_and_epoch")
-        self.batches, self.epochs = [], []
+        self.shown = []
 
     def write_on_batch_end(self, trainer, pl_module, prediction, batch_indices, batch, batch_idx, dataloader_idx):
-        self.batches.append((prediction, batch_idx, dataloader_idx))
+        self.shown.append((prediction, batch_idx, dataloader_idx))
 
     def write_on_epoch_end(self, trainer, pl_module, predictions, batch_indices):
-        self.epochs.append(predictions)
+        self.shown.append(predictions)
 
 
 class ValidationOutputs(L.Callback):
     def __init__(self):
-        self.outputs = []
+        self.shown = []
 
     def on_validation_batch_end(self, trainer, pl_module, outputs, batch, batch_idx, dataloader_idx=0):
-        self.outputs.append(outputs)
+        self.shown.append(outputs)
 
 
 def evaluate(trainer, module, data):
@@ -392,8 +392,8 @@ def evaluate(trainer, module, data):
     results = [trainer.validate(module, loaders, verbose=False), trainer.test(module, loaders, verbose=False)]
     trainer.fit(module, data["train_dataloaders"], loaders)
     predictions = trainer.predict(module, loaders)
-    shown = [vars(callback) for callback in trainer.callbacks if isinstance(callback, Writer | ValidationOutputs)]
-    return [*results, predictions, *[list(each.values()) for each in shown]]
+    shown = [each.shown for each in trainer.callbacks if isinstance(each, Writer | ValidationOutputs)]
+    return [*results, predictions, *shown]
 
 
 @pytest.mark.world_size(2)
@@ -451,3 +451,146 @@ def test_a_callback_of_functions_sees_outputs(tmp_path):
     seen.clear()
     run_plain(case, tmp_path)
     torch.testing.assert_close(own, seen, **TOLERANCE)
+
+
+# What is refused
+
+
+class NoCall(Watched):
+    def training_step(self, batch, batch_idx):
+        return self.head(batch[0]).sum()
+
+
+class TwoCalls(Watched):
+    def errors(self, x):
+        return self.head(self.net(x) + self.net(-x))
+
+
+class CallWithoutGradients(Watched):
+    def errors(self, x):
+        with torch.no_grad():
+            hidden = self.net(x)
+        return self.head(hidden)
+
+
+class ChangesBatch(Watched):
+    def errors(self, x):
+        x += 1
+        return super().errors(x)
+
+
+class ReturnsNone(Watched):
+    def training_step(self, batch, batch_idx):
+        super().training_step(batch, batch_idx)
+
+
+class ReturnsText(Watched):
+    def training_step(self, batch, batch_idx):
+        super().training_step(batch, batch_idx)
+        return "loss"
+
+
+class FailsBefore(Watched):
+    def errors(self, x):
+        raise LookupError("boom before")
+
+
+class FailsBehind(Watched):
+    def errors(self, x):
+        super().errors(x)
+        raise LookupError("boom behind")
+
+
+class FailsInStage(Watched):
+    def __init__(self):
+        super().__init__()
+        self.net[0].register_forward_hook(self.fail)
+
+    def fail(self, *args):
+        raise LookupError("boom inside")
+
+
+class CallsLayer(Watched):
+    def errors(self, x):
+        for layer in self.net:
+            x = layer(x)
+        return self.head(x)
+
+
+class LogsVector(Watched):
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.log("vector", batch[0])
+        return loss
+
+
+REFUSED = {
+    NoCall: "does not call self.net",
+    TwoCalls: "calls self.net a second time",
+    CallWithoutGradients: "under no_grad",
+    ChangesBatch: "changes a tensor of its batch in place",
+    ReturnsNone: "returned NoneType",
+    ReturnsText: "returned str",
+    FailsBefore: "boom before",
+    FailsBehind: "boom behind",
+    FailsInStage: "boom inside",
+    CallsLayer: "on another pipeline rank",
+    LogsVector: "vector",
+}
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("module", REFUSED)
+def test_what_does_not_work_is_said_on_all_ranks(module, tmp_path):
+    start_s = time.monotonic()
+    with pytest.raises(Exception, match=REFUSED[module]):
+        run_ours(Case(module=module, num_train=2, act=fit), pipeline(), tmp_path)
+    assert time.monotonic() - start_s < 5
+
+
+@pytest.mark.world_size(2)
+def test_what_fails_in_a_later_step_is_said_on_all_ranks(tmp_path):
+    start_s = time.monotonic()
+    with pytest.raises(Exception, match="boom in step 1"):
+        run_ours(Case(module=FailsLater, num_train=2, act=fit), pipeline(), tmp_path)
+    assert time.monotonic() - start_s < 5
+
+
+class FailsLater(Watched):
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        if self.global_step == 1:
+            raise LookupError("boom in step 1")
+        return loss
+
+
+@pytest.mark.world_size(2)
+def test_an_argument_that_needs_a_gradient_is_for_one_stage_per_rank(tmp_path):
+    with pytest.raises(RuntimeError, match="one stage per rank"):
+        variant = pipeline("interleaved", stages=PipelineStages(layers=["*"]))
+        run_ours(Case(module=FurtherArguments, num_train=2, act=fit), variant, tmp_path)
+
+
+class TakesIterator(Watched):
+    def training_step(self, dataloader_iter):
+        return super().training_step(next(dataloader_iter)[0], 0)
+
+
+@pytest.mark.world_size(2)
+def test_steps_that_take_the_iterator_are_refused(tmp_path):
+    with pytest.raises(NotImplementedError, match="dataloader_iter"):
+        run_ours(Case(module=TakesIterator, num_train=2, act=fit), pipeline(), tmp_path)
+
+
+@pytest.mark.world_size(2)
+def test_outputs_of_batches_that_wait_say_so(tmp_path):
+    def watch(folder):
+        return {"accumulate_grad_batches": 2, "callbacks": [Reads()]}
+
+    with pytest.raises(KeyError, match="run together with its last one"):
+        run_ours(Case(watch, num_train=2, act=fit), pipeline(), tmp_path)
+
+
+class Reads(L.Callback):
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        outputs["loss"]

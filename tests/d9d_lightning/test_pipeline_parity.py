@@ -144,3 +144,13 @@ def test_different_batches_within_a_pipeline_are_refused():
     samples = make_samples(BATCH, seed=dist.get_rank())
     with pytest.raises(RuntimeError, match="pipeline peers must read the same samples"):
         trainer.fit(seeded(Stack), rank_loader(samples, BATCH, 0, 1))
+
+
+@pytest.mark.world_size(2)
+def test_a_module_that_was_cut_stays_in_its_pipeline():
+    trainer, module = check_training({"pipeline_parallel": 2}, "1f1b", microbatches=2)
+    trainer.fit(module, rank_loader(make_samples(BATCH), BATCH, 0, 1))  # again, as it was cut
+    for mesh, schedule in (({"data_parallel_replicate": 2}, "1f1b"), ({"pipeline_parallel": 2}, "interleaved")):
+        other = build_trainer(mesh, strategy_options={"pipeline_module": "model", "schedule": schedule})
+        with pytest.raises(RuntimeError, match="was cut into pipeline stages by an earlier Trainer"):
+            other.fit(module, rank_loader(make_samples(BATCH), BATCH, 0, 1))
