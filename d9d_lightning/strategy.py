@@ -187,8 +187,11 @@ class D9DStrategy(ParallelStrategy):
 
     @property
     def is_distributed(self) -> bool:
-        """Whether ranks read different samples, so that Lightning splits the data. Read before any group exists."""
-        return self.mesh.data_parallel > 1
+        """Whether Lightning puts its sampler into loaders and syncs what is logged. Read before any group exists.
+
+        With pipelines and tensor parallelism alone too: the sampler shuffles alike on all ranks that share a batch.
+        """
+        return self.mesh.is_distributed
 
     @property
     def num_nodes(self) -> int:

@@ -1,5 +1,6 @@
 """What the Trainer can do is the same under D9DStrategy as under Lightning's own strategy: hooks, counters, values."""
 
+import dataclasses
 import os
 
 import lightning as L
@@ -16,8 +17,9 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.profilers import AdvancedProfiler, SimpleProfiler
 
-from d9d_lightning import D9DStrategy
+from d9d_lightning import D9DStrategy, failures
 from tests.d9d_lightning.differential import (
+    BATCH,
     WEIGHT_TOLERANCE,
     WORLD_1,
     WORLD_2,
@@ -171,6 +173,13 @@ def fit_and_more(trainer, module, data):
     return [*results, whole_predictions(trainer, trainer.predict(module, val))]
 
 
+def fit_and_test_best(trainer, module, data):
+    """The weights of the best checkpoint, which is not the last one."""
+    trainer.fit(module, **data)
+    result = trainer.test(module, data["val_dataloaders"], ckpt_path="best", weights_only=True, verbose=False)
+    return [result, trainer.validate(module, data["val_dataloaders"], verbose=False)]
+
+
 def whole_predictions(trainer, predictions):
     """Those of all samples; as ever, each data-parallel rank has its own."""
     if isinstance(trainer.strategy, D9DStrategy) and trainer.strategy.is_distributed:
@@ -254,6 +263,7 @@ CASES = {
     "logs": Case(options(max_epochs=2, log_every_n_steps=2), Logs),
     "best_checkpoint": Case(checkpoints(monitor="val_loss", save_top_k=2, save_last=True)),
     "checkpoint_every_2_steps": Case(checkpoints(every_n_train_steps=2, save_top_k=-1)),
+    "test_best": Case(checkpoints(monitor="loss_epoch", mode="max"), act=fit_and_test_best),
     "early_stopping": Case(early_stopping),
     "fit_and_more": Case(act=fit_and_more),
 }
@@ -275,7 +285,8 @@ def check_hooks(own, lightning, variant):
         return
     own_events, names = without_steps(own.events), {name for _, name, *_ in own.events}
     assert own_events == pipeline_events(events)
-    assert ("on_before_backward" in names) == (dist.get_rank() == 1 and "on_after_backward" in names)
+    has_last_stage = dist.get_rank() >= dist.get_world_size() // 2
+    assert ("on_before_backward" in names) == (has_last_stage and "on_after_backward" in names)
 
 
 def check_counters(own, lightning, *, gives_window_up):
@@ -333,6 +344,19 @@ def test_two_processes_are_as_one(name, tmp_path):
     check_case(CASES[name], WORLD_2, tmp_path)
 
 
+WORLD_4 = {
+    "pipelines": dataclasses.replace(
+        WORLD_2["pipeline"], mesh={"pipeline_parallel": 2, "data_parallel_replicate": 2}, microbatches=2
+    )
+}
+
+
+@pytest.mark.world_size(4)
+@pytest.mark.parametrize("name", ["plain", "logs", "accumulate_2", "best_checkpoint", "reduce_on_plateau", "clip_norm"])
+def test_replicas_of_pipelines_are_as_one_process(name, tmp_path):
+    check_case(CASES[name], WORLD_4, tmp_path)
+
+
 # What needs more than one call of the Trainer, or ends in an error
 
 
@@ -388,8 +412,9 @@ class SkipsOnOneRank(Probe):
 
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("name", WORLD_2)
-def test_a_step_of_several_ranks_may_not_return_none(name, tmp_path):
+def test_a_step_of_several_ranks_may_not_return_none(name, tmp_path, monkeypatch):
     """A4: the rank that skips says so, and the others do not wait for it."""
+    monkeypatch.setattr(failures, "LIMIT_S", 0.5)
     with pytest.raises(Exception, match=r"None|closed|rank") as caught:
         run_ours(Case(module=SkipsOnOneRank if name == "replicate" else Skips), WORLD_2[name], tmp_path)
     if name == "pipeline" or os.environ["RANK"] == "1":
@@ -458,3 +483,38 @@ def test_an_optimizer_may_run_a_step_again(tmp_path):
 def test_an_optimizer_that_looks_at_all_parameters_is_refused_in_a_pipeline(tmp_path):
     with pytest.raises(NotImplementedError, match="LBFGS"):
         run_ours(Case(module=LineSearch), WORLD_2["pipeline"], tmp_path)
+
+
+# A step is the same however its eight samples are cut: samples of a batch, batches of a window, microbatches of a batch.
+CUTS = [(8, 1, None), (8, 1, 4), (4, 2, None), (4, 2, 2), (2, 4, None), (1, 8, None)]
+
+
+class Normed(Probe):
+    def on_before_optimizer_step(self, optimizer):
+        self.norm = torch.stack([p.grad.norm() for p in self.parameters()]).norm()
+
+
+def check_cuts(variant, folder):
+    def of(batch_size, window):
+        options = {"accumulate_grad_batches": window, "gradient_clip_val": 1e9, "limit_val_batches": 0}
+        return Case(lambda folder: dict(options), Normed, num_train=16 // BATCH, batch_size=batch_size)
+
+    lightning = run_plain(of(8, 1), folder)
+    for batch_size, window, microbatches in CUTS:
+        own = run_ours(of(batch_size, window), dataclasses.replace(variant, microbatches=microbatches), folder)
+        assert own.trainer.global_step == lightning.trainer.global_step == 2
+        torch.testing.assert_close(own.trainer.strategy.last_grad_norm, lightning.module.norm, **WEIGHT_TOLERANCE)
+        losses = [run.trainer.callback_metrics["loss_epoch"] for run in (own, lightning)]
+        torch.testing.assert_close(*losses, **LOG_TOLERANCE)
+        weights = {name: tensor for name, tensor in own.weights.items() if "error" not in name}
+        torch.testing.assert_close(weights, {name: lightning.weights[name] for name in weights}, **WEIGHT_TOLERANCE)
+
+
+@pytest.mark.world_size(1)
+def test_a_step_of_one_process_is_the_same_however_it_is_cut(tmp_path):
+    check_cuts(WORLD_1["native"], tmp_path)
+
+
+@pytest.mark.world_size(2)
+def test_a_step_of_a_pipeline_is_the_same_however_it_is_cut(tmp_path):
+    check_cuts(WORLD_2["pipeline"], tmp_path)

@@ -11,9 +11,8 @@ import torch.nn.functional as F
 from lightning.pytorch.callbacks import BasePredictionWriter
 from torch import nn
 
-from d9d_lightning import failures
 from d9d_lightning.stages import PipelineStages
-from tests.d9d_lightning.differential import BATCH, WIDTH, Case, Probe, Variant, run_ours, run_plain
+from tests.d9d_lightning.differential import BATCH, WIDTH, Case, Variant, run_ours, run_plain
 from tests.d9d_lightning.support import Block
 
 TOLERANCE = {"rtol": 1e-10, "atol": 1e-10}  # fp64: sums in another order, and what AdamW's division makes of them
@@ -242,6 +241,31 @@ def test_replicas_of_pipelines(axis, tmp_path):
     names = set(own.weights)
     full = {name: whole(tensor) for name, tensor in own.weights.items()}
     torch.testing.assert_close(full, {name: lightning.weights[name] for name in names}, **TOLERANCE)
+
+
+def fit_and_validate(trainer, module, data):
+    trainer.fit(module, **data)
+
+
+class NormsInStages(BatchNorms):
+    """Without statistics outside; what it validates depends on those inside."""
+
+    def errors(self, x):
+        return self.head(self.net(x))
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val", self.errors(batch[0]).mean(), sync_dist=True)
+
+
+@pytest.mark.world_size(4)
+def test_replicas_validate_with_the_statistics_of_the_first(tmp_path):
+    variant = pipeline(microbatches=None, mesh={"data_parallel_replicate": 2})
+    own = run_ours(Case(module=NormsInStages, num_train=2, act=fit_and_validate), variant, tmp_path)
+    buffers = [None] * 4
+    dist.all_gather_object(buffers, {name: buffer for name, buffer in own.module.named_buffers() if "net." in name})
+    for first, second in ((0, 1), (2, 3)):
+        assert len(buffers[first]) == 6
+        torch.testing.assert_close(buffers[second], buffers[first], rtol=0, atol=0)
 
 
 def whole(tensor):
@@ -566,8 +590,8 @@ class FailsLater(Watched):
 
 @pytest.mark.world_size(2)
 def test_an_argument_that_needs_a_gradient_is_for_one_stage_per_rank(tmp_path):
+    variant = pipeline("interleaved", stages=PipelineStages(layers=["*"]))
     with pytest.raises(RuntimeError, match="one stage per rank"):
-        variant = pipeline("interleaved", stages=PipelineStages(layers=["*"]))
         run_ours(Case(module=FurtherArguments, num_train=2, act=fit), variant, tmp_path)
 
 
