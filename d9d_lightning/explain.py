@@ -44,8 +44,24 @@ class ParameterLayout:
         return 0 if self.tied_to else torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StageMap:
+    """Which parameters are in which pipeline stage."""
+
+    stages: Mapping[str, int]
+    """Stage by parameter name; those outside of the stages are on all pipeline ranks, and left out."""
+    of_first_rank: frozenset[int]
+    """Stages that the first pipeline rank hosts."""
+
+
 def explain_module(
-    module: nn.Module, plan: ParallelPlan, params: DeviceMeshParameters, *, is_distributed: bool, steps: str
+    module: nn.Module,
+    plan: ParallelPlan,
+    params: DeviceMeshParameters,
+    *,
+    is_distributed: bool,
+    steps: str,
+    stage_map: StageMap | None = None,
 ) -> str:
     """Describe how a module runs on a mesh, for a person to read. No communication.
 
@@ -55,6 +71,7 @@ def explain_module(
         params: Parallelism degrees.
         is_distributed: Whether it was distributed already. Else the table says what will be.
         steps: How steps are run, in a line.
+        stage_map: Stages of a module that is not cut yet; None without a pipeline.
 
     Raises:
         ValueError: If the module is not distributed yet, and the plan cannot be used on it.
@@ -68,7 +85,7 @@ def explain_module(
         layouts = read_layouts(module)
     else:
         head.append("placements: as they will be on rank 0; the module is not distributed yet")
-        layouts = predict_layouts(module, resolve_plan(module, plan, params), params)
+        layouts = predict_layouts(module, resolve_plan(module, plan, params), params, stage_map)
     return layout_table(layouts, head)
 
 
@@ -94,7 +111,7 @@ def read_layouts(module: nn.Module, resolved: ResolvedPlan | None = None) -> dic
 
 
 def predict_layouts(
-    module: nn.Module, resolved: ResolvedPlan, params: DeviceMeshParameters
+    module: nn.Module, resolved: ResolvedPlan, params: DeviceMeshParameters, stage_map: StageMap | None = None
 ) -> dict[str, ParameterLayout]:
     """Say what `read_layouts` would say on rank 0, which has the largest parts, without distributing anything.
 
@@ -104,6 +121,7 @@ def predict_layouts(
         module: A module that is not distributed yet, and not cut into stages.
         resolved: The plan for it.
         params: Parallelism degrees.
+        stage_map: Stages of the module; None without a pipeline.
     """
     layouts: dict[str, ParameterLayout] = {}
     num_shards = params.data_parallel_shard * params.context_parallel_shard
@@ -115,13 +133,18 @@ def predict_layouts(
         cuts = {} if split is None else cut_dims(split)
         if attribute in cuts:
             _cut(shape, cuts[attribute], params.tensor_parallel, placements, "tp")
-        if num_shards > 1 and _is_sharded(name, resolved):
+        stage = None if stage_map is None else stage_map.stages.get(name)
+        is_outside = stage_map is not None and stage is None
+        if num_shards > 1 and _is_sharded(name, resolved) and not is_outside:
             _cut(shape, 0, num_shards, placements, "dp_cp_shard")
+        if stage is not None:
+            placements["pp"] = f"stage {stage}"
+        is_elsewhere = stage_map is not None and stage is not None and stage not in stage_map.of_first_rank
         layouts[name] = ParameterLayout(
             shape=tuple(parameter.shape),
             dtype=parameter.dtype,
             placements=tuple(sorted(placements.items())),
-            num_local=torch.Size(shape).numel(),
+            num_local=0 if is_elsewhere else torch.Size(shape).numel(),
             rule=_rule_of(name, resolved),
             is_frozen=not parameter.requires_grad,
             tied_to=tied_to,
@@ -155,19 +178,31 @@ def mesh_line(params: DeviceMeshParameters) -> str:
     return f"mesh: {' x '.join(degrees) or 'one process'} ({params.world_size} processes)"
 
 
-def steps_line(params: DeviceMeshParameters, microbatches: int | None, schedule: str) -> str:
-    """Say in one line how a step runs: which of the three feeders fills it.
+def steps_line(
+    params: DeviceMeshParameters, microbatches: int | None, schedule: str, accumulate: int | None = None
+) -> str:
+    """Say in one line how a step runs: which of the three feeders fills it. See [Note: three feeders].
 
     Args:
         params: Parallelism degrees.
         microbatches: Number of microbatches that a batch is cut into; None leaves it whole.
         schedule: Name of the pipeline schedule.
+        accumulate: The Trainer's ``accumulate_grad_batches``; None if there is no Trainer yet.
     """
-    cut = f"each batch is cut into {microbatches} microbatches" if (microbatches or 1) > 1 else ""
-    if params.has_pipeline_parallel:
-        source = cut or "the batches that accumulate_grad_batches puts together are the microbatches"
-        return f"pipeline over {params.pipeline_parallel} ranks ({schedule}); {source}"
-    return f"{cut}, forward and backward in turn" if cut else "one batch after the other, by Lightning's own loop"
+    num_parts = microbatches or 1
+    cut = f"each batch is cut into {num_parts} microbatches" if num_parts > 1 else ""
+    if not params.has_pipeline_parallel:
+        native = "native, one batch after the other by Lightning's own loop"
+        return f"split, {cut}, forward and backward in turn" if cut else native
+    place = f"pipeline over {params.pipeline_parallel} ranks ({schedule})"
+    if accumulate is None:
+        window = "the batches that accumulate_grad_batches puts together run as one pack"
+    elif accumulate > 1:
+        window = f"{accumulate} batches, those of an accumulation window, run as one pack"
+    else:
+        window = "" if cut else "each batch is one microbatch, so stages wait for each other: set microbatches"
+    feeder = "split" if accumulate == 1 else "gather"
+    return f"{feeder}, {place}: " + "; ".join(text for text in (cut, window) if text)
 
 
 def _row(name: str, layouts: Sequence[ParameterLayout]) -> tuple[str, ...]:

@@ -19,9 +19,12 @@ from d9d.pipelining.factory import (
     AnyPipelineScheduleConfig,
     PipelineScheduleInfo,
     build_forward_schedule,
+    build_program_builder_from,
     build_schedule,
     stages_of_rank,
 )
+from d9d.pipelining.placement import build_stage_to_host_rank_topology
+from d9d_lightning.explain import StageMap
 from d9d_lightning.metric_domains import MetricDomains
 from d9d_lightning.pipeline_call import PipelineCall
 from d9d_lightning.precision import NormScope
@@ -29,7 +32,7 @@ from d9d_lightning.stage_checkpoint import StageCut
 from d9d_lightning.stage_cut import nearest
 from d9d_lightning.stages import PipelineStages, build_stages, plan_cut
 
-__all__ = ["Pipeline", "PipelineOptions", "check_cut", "cut_module", "pipeline_of"]
+__all__ = ["Pipeline", "PipelineOptions", "check_cut", "cut_module", "map_stages", "pipeline_of"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,6 +145,28 @@ def check_cut(module: nn.Module, context: DistributedContext | None, options: Pi
         f"this {type(module).__name__} was cut into pipeline stages by an earlier Trainer, on another mesh, schedule or "
         f"choice of stages: each rank has only its part of it. Save a checkpoint there, and load it into a new instance."
     )
+
+
+def map_stages(module: nn.Module, options: PipelineOptions, pp_size: int) -> StageMap | None:
+    """Say which stage each parameter of a module will be in. Changes nothing; None for a module that is cut already.
+
+    Raises:
+        ValueError: As `cut_module`.
+    """
+    if pipeline_of(module) is not None:
+        return None
+    submodule = _find(module, options.module_name)
+    builder = build_program_builder_from(options.schedule)
+    num_stages = pp_size * builder.num_stages_per_rank
+    names, ranges = plan_cut(submodule, options.stages, num_stages, root=module)
+    hosts = build_stage_to_host_rank_topology(pp_size, num_stages, builder.topology_style)
+    stages: dict[str, int] = {}
+    for stage, (start, end) in enumerate(ranges):
+        for layer in names[start:end]:
+            prefix = f"{options.module_name}.{layer}"
+            below = submodule.get_submodule(layer).named_parameters(prefix=prefix, remove_duplicate=False)
+            stages.update({name: stage for name, _ in below})
+    return StageMap(stages=stages, of_first_rank=frozenset(stage for stage, rank in hosts.items() if rank == 0))
 
 
 def cut_module(module: LightningModule, context: DistributedContext, options: PipelineOptions) -> Pipeline:

@@ -44,7 +44,7 @@ from d9d_lightning.mesh_option import MeshOption, MeshSpec
 from d9d_lightning.module_setup import is_on_meta, set_up_module
 from d9d_lightning.pack_optimization import check_steps
 from d9d_lightning.parallelize import is_parallelized
-from d9d_lightning.pipeline_cut import PipelineOptions, check_cut, pipeline_of
+from d9d_lightning.pipeline_cut import PipelineOptions, check_cut, map_stages, pipeline_of
 from d9d_lightning.plan import Parallelize, ParallelPlan, read_plan
 from d9d_lightning.precision import MeshClipping, NormScope, install_mesh_clipping
 from d9d_lightning.refusals import check_callbacks
@@ -61,10 +61,9 @@ _OF_A_RUN = ("_context", "_cut", "_run", "_failure")
 
 
 class D9DStrategy(ParallelStrategy):
-    """Runs an unchanged LightningModule replicated, sharded, or both, over the processes of a Trainer.
+    """Runs an unchanged LightningModule over the processes of a Trainer: replicated, sharded, split, in stages.
 
-    ``Trainer(strategy=D9DStrategy(mesh={"data_parallel_shard": 4}), devices=4)``; under ``torchrun`` as well. On one
-    process it behaves as Lightning without a strategy.
+    ``Trainer(strategy=D9DStrategy(mesh={"data_parallel_shard": 4}), devices=4)``; under ``torchrun`` as well.
     """
 
     strategy_name = "d9d"
@@ -90,15 +89,13 @@ class D9DStrategy(ParallelStrategy):
         Args:
             mesh: Parallelism degrees. One may be -1 or "auto": what the others leave of the Trainer's processes. None
                 and "auto": as many replicas as the Trainer has processes.
-            parallelize: How to distribute the module. A function of (module, context) that does it; or a mapping of
-                name patterns (as of `fnmatch` for each part of a dotted submodule name, so that "blocks.*" is each
-                block) to words, from Python or as the path of a YAML file. "replicate" and "shard" ("hsdp" is another
-                word for it) are about the data-parallel ranks; what they leave is replicated. The others are about
-                tensor parallelism, see `d9d_lightning.plan.LayerSplit`; torch's ``ParallelStyle`` objects may stand in
-                their place. Of both kinds the first match counts. Words that the mesh has no ranks for do nothing, so
-                that one plan serves all meshes. None, and a mapping without a word about data-parallel ranks: each
-                repeated block, or else each submodule of `min_unit_params`, is an FSDP unit, and so is the rest;
-                without shards in the mesh everything is replicated.
+            parallelize: How to distribute the module. A function of (module, context) that does it; or patterns of
+                submodule names (as of `fnmatch` for each part, so that "blocks.*" is each block) with words of
+                `d9d_lightning.plan` or torch's ``ParallelStyle`` objects, as a mapping or the path of a YAML file. The
+                first match counts, once for data-parallel and once for tensor-parallel ranks. Words that the mesh has no
+                ranks for do nothing, so that one plan serves all meshes. None, and patterns without a word about
+                data-parallel ranks: each repeated block, or else each submodule of `min_unit_params`, is an FSDP unit,
+                and so is the rest; without shards in the mesh everything is replicated.
             pipeline_module: Dotted name of the submodule that is cut into stages, for ``pipeline_parallel`` > 1.
             stages: How it is cut; see `PipelineStages`. None: between the children of an ``nn.Sequential``, so that
                 stages have about equally many parameters.
@@ -162,11 +159,7 @@ class D9DStrategy(ParallelStrategy):
             RuntimeError: On one process, which has none, and before the Trainer has started.
         """
         if self._context is None:
-            raise RuntimeError(
-                "there is no distributed context: the job runs on one process, or has not started."
-                if not self.mesh.is_distributed
-                else "the distributed context exists from `setup` on; the Trainer has not started the job yet."
-            )
+            raise RuntimeError("there is no distributed context: the job runs on one process, or has not started yet.")
         return self._context
 
     def explain(self, module: nn.Module | None = None) -> str:
@@ -181,9 +174,16 @@ class D9DStrategy(ParallelStrategy):
             ValueError: If the plan cannot be used on the module.
         """
         module = module or self._connected_module
-        steps = steps_line(self.mesh, self._microbatches, str(self._schedule))
-        is_distributed = self._context is not None and is_parallelized(module, self._context)
-        return explain_module(module, self._plan, self.mesh, is_distributed=is_distributed, steps=steps)
+        options = self._pipeline_options
+        accumulate = None if module is not self.lightning_module else module.trainer.accumulate_grad_batches
+        return explain_module(
+            module,
+            self._plan,
+            self.mesh,
+            is_distributed=self._context is not None and is_parallelized(module, self._context),
+            steps=steps_line(self.mesh, self._microbatches, str(self._schedule), accumulate),
+            stage_map=None if options is None else map_stages(module, options, self.mesh.pipeline_parallel),
+        )
 
     @property
     def is_distributed(self) -> bool:
@@ -517,8 +517,7 @@ class D9DStrategy(ParallelStrategy):
     ) -> Any:
         """Reduce a tensor over the data-parallel ranks, into a new one; integers have a floating point mean.
 
-        All ranks of the group must call it. Anything but a tensor is returned as it is, as is every tensor on one
-        process and before the job has started.
+        All ranks of the group must call it. All else, and everything on one process, is returned as it is.
         """
         group = group or (None if self._context is None else self._context.replica_group)
         if self._context is None or group is None or not isinstance(tensor, torch.Tensor) or self._is_alone:

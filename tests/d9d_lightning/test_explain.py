@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from d9d_lightning import D9DStrategy
 from d9d_lightning.explain import predict_layouts, read_layouts, steps_line
@@ -86,6 +87,30 @@ def test_predictions_are_what_is_read(mesh, plan):
 
 def test_how_steps_run():
     params = D9DStrategy({"pipeline_parallel": 2}).mesh
-    assert steps_line(params, 4, "1f1b") == "pipeline over 2 ranks (1f1b); each batch is cut into 4 microbatches"
+    place = "pipeline over 2 ranks (1f1b)"
+    assert steps_line(params, 4, "1f1b", 1) == f"split, {place}: each batch is cut into 4 microbatches"
     assert "accumulate_grad_batches" in steps_line(params, None, "1f1b")
-    assert steps_line(D9DStrategy({}).mesh, 4, "1f1b").startswith("each batch is cut into 4 microbatches, forward")
+    assert steps_line(params, None, "1f1b", 3).startswith(
+        f"gather, {place}: 3 batches, those of an accumulation window"
+    )
+    assert steps_line(params, None, "1f1b", 1).endswith("so stages wait for each other: set microbatches")
+    one = D9DStrategy({}).mesh
+    assert steps_line(one, 4, "1f1b").startswith("split, each batch is cut into 4 microbatches, forward")
+    assert steps_line(one, None, "1f1b").startswith("native")
+
+
+def test_a_pipeline_is_explained_before_it_is_cut():
+    """Four blocks over two ranks, two stages in a loop on each: rank 0 has the blocks 0 and 2, and what is outside."""
+
+    class Stack(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed = nn.Linear(2, 4, bias=False)
+            self.model = nn.Sequential(*[nn.Linear(4, 4, bias=False) for _ in range(4)])
+
+    strategy = D9DStrategy({"pipeline_parallel": 2}, pipeline_module="model", schedule="interleaved")
+    text = strategy.explain(Stack())
+    assert "gather, pipeline over 2 ranks (interleaved)" in text
+    rows = {line.split()[0]: line for line in text.splitlines() if line}
+    assert [rows[f"model.{index}.weight"].split()[2:4] for index in range(4)] == [["pp", "stage"]] * 4
+    assert rows["total"].split() == ["total", "160", "B", "288", "B"]  # (8 + 2 * 16) and (8 + 4 * 16) times 4
