@@ -56,8 +56,7 @@ from d9d_lightning.trainer_run import TrainerRun
 
 T = TypeVar("T")
 
-_OF_A_RUN = ("_context", "_cut", "_run", "_failure")
-"""Attributes that hold process groups and hooks of a running job."""
+_OF_A_RUN = ("_context", "_cut", "_run", "_failure")  # process groups and hooks of a running job
 
 
 class D9DStrategy(ParallelStrategy):

@@ -82,7 +82,7 @@ def test_predictions_are_what_is_read(mesh, plan):
     copies = dict(zip(read, held.tolist(), strict=True))
     is_sharded = "data_parallel_shard" in mesh and "blocks.0" not in plan
     assert copies["head.weight"] == 7 * 8 * (1 if is_sharded else 2)
-    assert "steps: one batch after the other" in trainer.strategy.explain()
+    assert "steps: native, one batch after the other" in trainer.strategy.explain()
 
 
 def test_how_steps_run():

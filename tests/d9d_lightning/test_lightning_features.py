@@ -182,7 +182,7 @@ def fit_and_test_best(trainer, module, data):
 
 def whole_predictions(trainer, predictions):
     """Those of all samples; as ever, each data-parallel rank has its own."""
-    if isinstance(trainer.strategy, D9DStrategy) and trainer.strategy.is_distributed:
+    if isinstance(trainer.strategy, D9DStrategy) and trainer.strategy.mesh.data_parallel > 1:
         parts = [None] * dist.get_world_size()
         dist.all_gather_object(parts, predictions)
         return [torch.cat(batch) for batch in zip(*parts, strict=True)]
