@@ -12,8 +12,16 @@ except ModuleNotFoundError as error:
 refuse_foreign_d9d()
 
 from d9d.core.dist_context import DeviceMeshParameters  # noqa: E402
-from d9d_lightning.gradient_norms import grad_norm  # noqa: E402
+from d9d_lightning.gradients.norms import grad_norm  # noqa: E402
+from d9d_lightning.pipeline.stages import PipelineStages, measure_layer_costs  # noqa: E402
 from d9d_lightning.registry import register  # noqa: E402
 from d9d_lightning.strategy import D9DStrategy  # noqa: E402
 
-__all__ = ["D9DStrategy", "DeviceMeshParameters", "grad_norm", "register"]
+__all__ = [
+    "D9DStrategy",
+    "DeviceMeshParameters",
+    "PipelineStages",
+    "grad_norm",
+    "measure_layer_costs",
+    "register",
+]

@@ -55,7 +55,11 @@ class _SubmoduleFinder(MetaPathFinder):
         if original is None or original.origin is None:
             return None
         loader = _RenamingLoader(fullname, original.origin)
-        return importlib.util.spec_from_file_location(fullname, original.origin, loader=loader)
+        # Packages have no path of their own, so that nobody else finds what is in them.
+        inside = None if original.submodule_search_locations is None else []
+        return importlib.util.spec_from_file_location(
+            fullname, original.origin, loader=loader, submodule_search_locations=inside
+        )
 
 
 __path__: list[str] = []

@@ -7,7 +7,7 @@ from typing import Any, Self
 
 from lightning.pytorch.strategies import StrategyRegistry
 
-from d9d_lightning.schedule_option import TRAINING_SCHEDULES
+from d9d_lightning.options.schedule import TRAINING_SCHEDULES
 from d9d_lightning.strategy import D9DStrategy
 
 __all__ = ["StrategyName", "register", "register_grid"]

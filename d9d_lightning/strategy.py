@@ -25,7 +25,7 @@ from typing_extensions import override
 
 from d9d.core.dist_context import DeviceMeshParameters, DistributedContext
 from d9d.core.mesh_groups import RankLayout
-from d9d_lightning.checkpoint import (
+from d9d_lightning.checkpoints.checkpoint import (
     StageCut,
     check_optimizers,
     gather_checkpoint,
@@ -35,24 +35,24 @@ from d9d_lightning.checkpoint import (
     set_up_together,
 )
 from d9d_lightning.collectives import all_gather_stacked, reduce_over
-from d9d_lightning.config_check import LauncherName, refuse_problems, strategy_problems
-from d9d_lightning.explain import explain_module, steps_line
-from d9d_lightning.failures import RunFailure
-from d9d_lightning.fsdp_steps import show_module_shards
-from d9d_lightning.launch import build_launcher, join_job, leave_job
-from d9d_lightning.mesh_option import MeshOption, MeshSpec
-from d9d_lightning.module_setup import is_on_meta, set_up_module
-from d9d_lightning.pack_optimization import check_steps
-from d9d_lightning.parallelize import is_parallelized
-from d9d_lightning.pipeline_cut import PipelineOptions, check_cut, map_stages, pipeline_of
-from d9d_lightning.plan import Parallelize, ParallelPlan, read_plan
-from d9d_lightning.precision import MeshClipping, NormScope, install_mesh_clipping
-from d9d_lightning.refusals import check_callbacks
-from d9d_lightning.schedule_option import ScheduleSpec, schedule_config
-from d9d_lightning.stages import PipelineStages
-from d9d_lightning.summaries import keep_summaries
-from d9d_lightning.tensor_parallel import share_random_state
-from d9d_lightning.trainer_run import TrainerRun
+from d9d_lightning.gradients.precision import MeshClipping, NormScope, install_mesh_clipping
+from d9d_lightning.jobs.failures import RunFailure
+from d9d_lightning.jobs.launch import build_launcher, join_job, leave_job
+from d9d_lightning.options.config_check import LauncherName, refuse_problems, strategy_problems
+from d9d_lightning.options.mesh import MeshOption, MeshSpec
+from d9d_lightning.options.schedule import ScheduleSpec, schedule_config
+from d9d_lightning.pipeline.cut import PipelineOptions, check_cut, map_stages, pipeline_of
+from d9d_lightning.pipeline.stages import PipelineStages
+from d9d_lightning.placements.explain import explain_module, steps_line
+from d9d_lightning.placements.fsdp_steps import show_module_shards
+from d9d_lightning.placements.module_setup import is_on_meta, set_up_module
+from d9d_lightning.placements.parallelize import is_parallelized
+from d9d_lightning.placements.plan import Parallelize, ParallelPlan, read_plan
+from d9d_lightning.placements.tensor_parallel import share_random_state
+from d9d_lightning.steps.pack_optimization import check_steps
+from d9d_lightning.trainer.refusals import check_callbacks
+from d9d_lightning.trainer.run import TrainerRun
+from d9d_lightning.trainer.summaries import keep_summaries
 
 T = TypeVar("T")
 
@@ -90,7 +90,7 @@ class D9DStrategy(ParallelStrategy):
                 and "auto": as many replicas as the Trainer has processes.
             parallelize: How to distribute the module. A function of (module, context) that does it; or patterns of
                 submodule names (as of `fnmatch` for each part, so that "blocks.*" is each block) with words of
-                `d9d_lightning.plan` or torch's ``ParallelStyle`` objects, as a mapping or the path of a YAML file. The
+                `d9d_lightning.placements.plan` or torch's ``ParallelStyle`` objects, as a mapping or the path of a YAML file. The
                 first match counts, once for data-parallel and once for tensor-parallel ranks. Words that the mesh has no
                 ranks for do nothing, so that one plan serves all meshes. None, and patterns without a word about
                 data-parallel ranks: each repeated block, or else each submodule of `min_unit_params`, is an FSDP unit,
@@ -165,8 +165,7 @@ class D9DStrategy(ParallelStrategy):
         """Describe the mesh, how steps run, and where each parameter is: placements, type and bytes. No communication.
 
         Args:
-            module: What to describe; None for the module of the Trainer. One that is not distributed yet is shown as it
-                will be on rank 0.
+            module: None for that of the Trainer. One that is not distributed yet is shown as it will be on rank 0.
 
         Raises:
             RuntimeError: If there is no module.
@@ -174,7 +173,8 @@ class D9DStrategy(ParallelStrategy):
         """
         module = module or self._connected_module
         options = self._pipeline_options
-        accumulate = None if module is not self.lightning_module else module.trainer.accumulate_grad_batches
+        own = self.lightning_module
+        accumulate = own.trainer.accumulate_grad_batches if own is not None and own is module else None
         return explain_module(
             module,
             self._plan,

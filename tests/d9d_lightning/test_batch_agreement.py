@@ -6,7 +6,7 @@ import torch.distributed as dist
 from lightning.pytorch.trainer.states import RunningStage
 
 from d9d.core.dist_context import DeviceMeshParameters
-from d9d_lightning.batch_agreement import BatchAgreement
+from d9d_lightning.jobs.batch_agreement import BatchAgreement
 from tests.d9d_lightning.support import Regression, build_trainer, make_samples, rank_loader, seeded
 
 MESH = {"tensor_parallel": 2}

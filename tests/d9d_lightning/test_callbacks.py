@@ -27,7 +27,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from d9d.core.dist_context import DeviceMeshParameters
 from d9d_lightning import D9DStrategy, grad_norm
 from d9d_lightning.callbacks import EMAWeightAveraging, GradientNormLogger
-from d9d_lightning.refusals import check_callbacks
+from d9d_lightning.trainer.refusals import check_callbacks
 from tests.d9d_lightning.support import (
     Regression,
     build_trainer,

@@ -7,8 +7,8 @@ from lightning.fabric.plugins.environments import LightningEnvironment
 
 from d9d.pipelining.factory import PipelineScheduleInferenceConfig
 from d9d_lightning import D9DStrategy, DeviceMeshParameters
-from d9d_lightning.config_check import strategy_problems
-from d9d_lightning.mesh_option import MeshOption
+from d9d_lightning.options.config_check import strategy_problems
+from d9d_lightning.options.mesh import MeshOption
 from tests.d9d_lightning.support import plain_trainer
 
 
@@ -116,7 +116,7 @@ def test_problems(options, texts, monkeypatch):
 
 
 def test_notebooks_run_no_scripts(monkeypatch):
-    monkeypatch.setattr("d9d_lightning.config_check._IS_INTERACTIVE", True)
+    monkeypatch.setattr("d9d_lightning.options.config_check._IS_INTERACTIVE", True)
     assert "a notebook cannot be run again as a script" in problems_of(launcher="script")[0]
     assert problems_of(launcher=None) == []
 

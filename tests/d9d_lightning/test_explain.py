@@ -6,9 +6,9 @@ import torch.distributed as dist
 from torch import nn
 
 from d9d_lightning import D9DStrategy
-from d9d_lightning.explain import predict_layouts, read_layouts, steps_line
-from d9d_lightning.names import collapse_numbers
-from d9d_lightning.plan import ParallelPlan, resolve_plan
+from d9d_lightning.placements.explain import predict_layouts, read_layouts, steps_line
+from d9d_lightning.placements.names import collapse_numbers
+from d9d_lightning.placements.plan import ParallelPlan, resolve_plan
 from tests.d9d_lightning.support import seeded
 from tests.d9d_lightning.test_tensor_parallel import MESHES, PLAN, Classifier, Tied, train
 

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 
-from d9d_lightning import failures
+from d9d_lightning.jobs import failures
 from tests.d9d_lightning.support import Regression, build_trainer, full_state, make_samples, rank_loader, seeded
 
 

@@ -19,8 +19,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
 from d9d_lightning import D9DStrategy, DeviceMeshParameters
-from d9d_lightning.launch import ScriptLauncher
-from d9d_lightning.process_launcher import ProcessLauncher
+from d9d_lightning.jobs.launch import ScriptLauncher
+from d9d_lightning.jobs.process_launcher import ProcessLauncher
 from tests.d9d_lightning.support import Regression, make_samples, plain_trainer, rank_loader, seeded
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -392,7 +392,7 @@ def test_results_may_be_larger_than_a_pipe():
 
 
 def test_notebooks_fork(monkeypatch):
-    monkeypatch.setattr("d9d_lightning.launch._IS_INTERACTIVE", True)
+    monkeypatch.setattr("d9d_lightning.jobs.launch._IS_INTERACTIVE", True)
     strategy = D9DStrategy()
     plain_trainer(strategy=strategy, devices=2)
     assert isinstance(strategy.launcher, ProcessLauncher)

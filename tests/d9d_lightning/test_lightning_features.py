@@ -17,7 +17,8 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.profilers import AdvancedProfiler, SimpleProfiler
 
-from d9d_lightning import D9DStrategy, failures
+from d9d_lightning import D9DStrategy
+from d9d_lightning.jobs import failures
 from tests.d9d_lightning.differential import (
     BATCH,
     WEIGHT_TOLERANCE,

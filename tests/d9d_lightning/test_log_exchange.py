@@ -10,8 +10,8 @@ from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric, MetricCollection, SumMetric
 from torchmetrics.aggregation import CatMetric
 
-from d9d_lightning.log_exchange import LogExchange
-from d9d_lightning.log_replay import LogEntry, LogOptions, LogRecorder, replay
+from d9d_lightning.logs.exchange import LogExchange
+from d9d_lightning.logs.replay import LogEntry, LogOptions, LogRecorder, replay
 from tests.d9d_lightning.support import Regression, plain_trainer
 
 SOURCE = 1

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from d9d_lightning.log_merge import KeyMerge, SampleCount
+from d9d_lightning.logs.merge import KeyMerge, SampleCount
 
 
 def merged(reduction, values, sizes=None, *, counts_samples=False):

@@ -9,7 +9,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric, MetricCollection, SumMetric
 
-from d9d_lightning.log_replay import LogRecorder, replay
+from d9d_lightning.logs.replay import LogRecorder, replay
 from tests.d9d_lightning.support import Regression, plain_trainer
 
 

@@ -18,9 +18,9 @@ from torchmetrics.regression import ExplainedVariance, PearsonCorrCoef
 from torchmetrics.wrappers import BootStrapper, MinMaxMetric
 
 from d9d.core.dist_context import DENSE_DOMAIN, DeviceMeshParameters
-from d9d_lightning.launch import join_job
-from d9d_lightning.metric_packing import gather_trees
-from d9d_lightning.metrics import MetricDomains, install_metric_sync, sync_over, synced_together
+from d9d_lightning.jobs.launch import join_job
+from d9d_lightning.metrics.install import MetricDomains, install_metric_sync, sync_over, synced_together
+from d9d_lightning.metrics.packing import gather_trees
 from tests.d9d_lightning.support import PoolEnvironment
 
 CPU = torch.device("cpu")

@@ -11,9 +11,9 @@ from torchmetrics.aggregation import CatMetric
 from torchmetrics.classification import BinaryAUROC, MulticlassAccuracy, MulticlassAUROC
 
 from d9d.core.dist_context import DeviceMeshParameters
-from d9d_lightning import metric_sync
-from d9d_lightning.launch import join_job
-from d9d_lightning.metrics import install_metric_sync
+from d9d_lightning.jobs.launch import join_job
+from d9d_lightning.metrics import sync as metric_sync
+from d9d_lightning.metrics.install import install_metric_sync
 from tests.d9d_lightning.support import (
     MESHES,
     NUM_FEATURES,

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from d9d_lightning.microbatches import merge_outputs, split_batch
+from d9d_lightning.steps.microbatches import merge_outputs, split_batch
 
 
 class Encoding(collections.UserDict):

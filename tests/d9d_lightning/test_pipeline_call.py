@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from d9d_lightning.pipeline_call import CapturedCall, PipelineCall, own_containers, unchanged_batch
+from d9d_lightning.pipeline.call import CapturedCall, PipelineCall, own_containers, unchanged_batch
 
 
 class Model(nn.Module):

@@ -8,8 +8,9 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelSummary, OnExceptionCheckpoint
 from lightning.pytorch.utilities import grad_norm as lightning_grad_norm
 
-from d9d_lightning import failures, grad_norm
+from d9d_lightning import grad_norm
 from d9d_lightning.callbacks import EMAWeightAveraging, GradientNormLogger
+from d9d_lightning.jobs import failures
 from tests.d9d_lightning.support import build_trainer, make_samples, plain_trainer, rank_loader, seeded
 from tests.d9d_lightning.test_pipeline_parity import BATCH, Stack
 

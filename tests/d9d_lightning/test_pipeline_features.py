@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from lightning.pytorch.callbacks import BasePredictionWriter
 from torch import nn
 
-from d9d_lightning.stages import PipelineStages
+from d9d_lightning.pipeline.stages import PipelineStages
 from tests.d9d_lightning.differential import BATCH, WIDTH, Case, Variant, run_ours, run_plain
 from tests.d9d_lightning.support import Block
 

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from d9d.core.dist_context import DENSE_DOMAIN, DeviceMeshParameters
 from d9d.core.placement import local_tensor
 from d9d_lightning import D9DStrategy
-from d9d_lightning.precision import NormScope, install_mesh_clipping
+from d9d_lightning.gradients.precision import NormScope, install_mesh_clipping
 from tests.d9d_lightning.support import (
     PoolEnvironment,
     Regression,

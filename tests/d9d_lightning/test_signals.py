@@ -10,8 +10,8 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from d9d_lightning import signals
-from d9d_lightning.signals import AgreedSignals
+from d9d_lightning.jobs import signals
+from d9d_lightning.jobs.signals import AgreedSignals
 from tests.d9d_lightning.support import Regression, build_trainer, make_samples, rank_loader, seeded
 
 SHARD = {"data_parallel_shard": 2}

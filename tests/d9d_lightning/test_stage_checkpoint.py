@@ -11,7 +11,7 @@ from torch import nn
 from d9d.core.dist_context import DENSE_DOMAIN, DeviceMeshParameters
 from d9d.module.parallelism.api import parallelize_hsdp
 from d9d_lightning import D9DStrategy
-from d9d_lightning.checkpoint import (
+from d9d_lightning.checkpoints.checkpoint import (
     StageCut,
     check_optimizers,
     gather_checkpoint,
@@ -19,7 +19,7 @@ from d9d_lightning.checkpoint import (
     load_optimizer_states,
     set_up_together,
 )
-from d9d_lightning.stage_optimizers import GroupPart, OptimizerPart, merge_group_names, optimizer_problems
+from d9d_lightning.checkpoints.stage_optimizers import GroupPart, OptimizerPart, merge_group_names, optimizer_problems
 from tests.d9d_lightning.support import (
     NUM_FEATURES,
     PoolEnvironment,

@@ -12,10 +12,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from d9d.core.pytree import tree_leaves, tree_map_only
 from d9d.core.types import TensorSpec
-from d9d_lightning.pipeline_call import CapturedCall
-from d9d_lightning.stage_calls import LayerCalls
-from d9d_lightning.stage_shapes import StageShapes
-from d9d_lightning.stages import PipelineStages, build_stages, plan_cut
+from d9d_lightning.pipeline.call import CapturedCall
+from d9d_lightning.pipeline.stage_calls import LayerCalls
+from d9d_lightning.pipeline.stage_shapes import StageShapes
+from d9d_lightning.pipeline.stages import PipelineStages, build_stages, plan_cut
 
 
 def shapes_of(module, **options):

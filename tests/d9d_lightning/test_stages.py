@@ -14,9 +14,16 @@ from torch import nn
 
 from d9d.core.pytree import tree_map_only
 from d9d.pipelining.transfer import BoundarySpec, flatten_output
-from d9d_lightning.pipeline_call import CapturedCall
-from d9d_lightning.stage_cut import balanced_ranges
-from d9d_lightning.stages import ForeignLayer, PipelineStages, build_stages, keep_stages, measure_layer_costs, plan_cut
+from d9d_lightning.pipeline.call import CapturedCall
+from d9d_lightning.pipeline.stage_cut import balanced_ranges
+from d9d_lightning.pipeline.stages import (
+    ForeignLayer,
+    PipelineStages,
+    build_stages,
+    keep_stages,
+    measure_layer_costs,
+    plan_cut,
+)
 
 
 class Block(nn.Module):

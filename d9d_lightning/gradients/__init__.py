@@ -1,0 +1,1 @@
+"""Gradients: sums, norms, clipping, loss scales and weights."""

@@ -1,0 +1,1 @@
+"""The processes of a job: how they start, and how they end together."""

@@ -1,0 +1,122 @@
+"""Which processes a job runs on: how they start, and how they find each other."""
+# Lightning's launchers are its own, and the only ones its trainer knows
+# pyright: reportPrivateUsage=false
+
+import contextlib
+import logging
+import os
+import weakref
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.strategies.launchers.subprocess_script import _launch_process_observer
+from lightning.fabric.utilities.imports import _IS_INTERACTIVE
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.strategies.launchers.launcher import _Launcher
+from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+from typing_extensions import override
+
+from d9d.core.dist_context import DeviceMeshParameters, DistributedContext
+from d9d.core.parent_watch import ends_with_parent
+from d9d_lightning.jobs.process_launcher import ProcessLauncher
+from d9d_lightning.options.config_check import LauncherName, starts_elsewhere
+
+T = TypeVar("T")
+
+_LAUNCHER_PID = "D9D_LAUNCHER_PID"
+"""Environment variable that tells the started processes who started them."""
+
+_CONTEXTS: weakref.WeakValueDictionary[tuple[DeviceMeshParameters, torch.device], DistributedContext] = (
+    weakref.WeakValueDictionary()
+)
+"""Contexts that strategies and modules of this process use, so that a mesh has its groups once."""
+
+_ACTIVE: weakref.WeakValueDictionary[str, DistributedContext] = weakref.WeakValueDictionary()
+"""Under "job" the context of the Trainer that ran last, for callables that must not hold groups themselves."""
+
+
+class ScriptLauncher(_SubprocessScriptLauncher):
+    """Lightning's launcher, which runs the script again for each further process, with two differences.
+
+    The processes end when the one that started them is gone. And the thread count is left alone:
+    Lightning sets ``OMP_NUM_THREADS`` to all cores of the machine divided by the processes of this job, as if nothing
+    else ran there.
+    """
+
+    @override
+    def launch(self, function: Callable[..., T], *args: object, trainer: Trainer | None = None, **kwargs: object) -> T:
+        self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
+        if self.cluster_environment.creates_processes_externally:
+            # Who sets LOCAL_RANK by hand may well leave the process alone afterwards.
+            launcher = os.environ.get(_LAUNCHER_PID)
+            with contextlib.nullcontext() if launcher is None else ends_with_parent(int(launcher)):
+                return function(*args, **kwargs)
+        os.environ[_LAUNCHER_PID] = str(os.getpid())
+        self._call_children_scripts()
+        _launch_process_observer(self.procs)
+        return function(*args, **kwargs)
+
+
+def build_launcher(
+    strategy: ParallelStrategy,
+    name: LauncherName | None,
+    num_devices: int,
+    num_nodes: int,
+    collect_weights: Callable[[], dict[str, Any]],
+) -> _Launcher | None:
+    """Return what starts the other processes, or None where they exist already or are not needed.
+
+    Args:
+        strategy: Knows who starts processes otherwise.
+        name: As the user has said it. None: "fork" in a notebook, which cannot be run again as a script, and "script".
+        num_devices: Number of processes on each machine.
+        num_nodes: Number of machines.
+        collect_weights: Returns the state dict of the whole module on rank 0, when all ranks call it.
+    """
+    environment = strategy.cluster_environment
+    if environment is None or num_devices * num_nodes == 1 or starts_elsewhere(environment):
+        return None
+    name = name or ("fork" if _IS_INTERACTIVE else "script")
+    if name == "script":
+        return ScriptLauncher(environment, num_devices, num_nodes)
+    return ProcessLauncher(strategy, name, num_devices, collect_weights)
+
+
+def join_job(
+    params: DeviceMeshParameters, environment: ClusterEnvironment, num_devices: int, device: torch.device
+) -> DistributedContext:
+    """Return the context of this process, joining the job on the first call. All ranks must call it.
+
+    A default process group that exists already is used. Several Trainers of one process that ask for the same mesh
+    share its groups, so that a module which one of them has distributed can be used by the next.
+    """
+    known = _CONTEXTS.get((params, device))
+    if known is not None and known.groups[0] is dist.group.WORLD:
+        _ACTIVE["job"] = known
+        return known
+    os.environ.update(
+        RANK=str(environment.global_rank()),
+        WORLD_SIZE=str(environment.world_size()),
+        LOCAL_RANK=str(environment.local_rank()),
+        LOCAL_WORLD_SIZE=str(num_devices),
+        MASTER_ADDR=environment.main_address,
+        MASTER_PORT=str(environment.main_port),
+    )
+    context = DistributedContext(params, logging.INFO, device=device)
+    _CONTEXTS[params, device] = context
+    _ACTIVE["job"] = context
+    return context
+
+
+def active_context() -> DistributedContext | None:
+    """Return the context of the Trainer that ran last in this process; None if it ran on one rank."""
+    return _ACTIVE.get("job")
+
+
+def leave_job() -> None:
+    """Note that a Trainer without process groups runs now."""
+    _ACTIVE.pop("job", None)

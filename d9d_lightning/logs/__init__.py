@@ -1,0 +1,1 @@
+"""Log calls over microbatches and stages."""

@@ -1,0 +1,1 @@
+"""What users say about a job, and what is wrong with it."""

@@ -1,0 +1,170 @@
+"""Find everything that is wrong with the options of the strategy, before any process group exists."""
+# Lightning tells notebooks apart by a name of its own
+# pyright: reportPrivateUsage=false
+
+from typing import Literal, get_args
+
+import torch.multiprocessing as mp
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+from lightning.fabric.utilities.imports import _IS_INTERACTIVE
+
+from d9d.core.dist_context import DeviceMeshParameters
+from d9d_lightning.options.mesh import MeshOption
+from d9d_lightning.options.schedule import schedule_option_problems
+
+__all__ = ["LauncherName", "refuse_problems", "starts_elsewhere", "strategy_problems"]
+
+LauncherName = Literal["script", "fork", "spawn"]
+"""How further processes start: by running the script again, or as children of this process."""
+
+_LATER_DEGREES = ("context_parallel_replicate", "context_parallel_shard", "expert_parallel")
+"""Degrees that the engine knows and this strategy does not drive yet."""
+
+
+def strategy_problems(
+    mesh: MeshOption,
+    environment: ClusterEnvironment,
+    *,
+    num_devices: int,
+    num_nodes: int,
+    pipeline_module: str | None = None,
+    schedule: object = "1f1b",
+    microbatches: int | None = None,
+    launcher: str | None = None,
+) -> list[str]:
+    """Say all that is wrong with the options of the strategy, each with its numbers and how to mend it.
+
+    Args:
+        mesh: Parallelism degrees.
+        environment: Who starts the processes.
+        num_devices: Number of processes on each machine.
+        num_nodes: Number of machines.
+        pipeline_module: Dotted name of the submodule that is cut into stages.
+        schedule: See `ScheduleSpec`.
+        microbatches: Number of microbatches of a batch; None leaves batches whole.
+        launcher: A `LauncherName`, or None.
+    """
+    problems = _process_problems(environment, num_devices, num_nodes)
+    try:
+        params = mesh.fill(num_devices * num_nodes)
+    except ValueError as error:
+        problems.append(str(error))
+        params = mesh.smallest
+    else:
+        problems += _size_problems(params, num_devices, num_nodes)
+    problems += _later_problems(params)
+    problems += _pipeline_problems(params, pipeline_module, schedule)
+    # A bool counts as an int, and is a mistake here.
+    if microbatches is not None and (type(microbatches) is not int or microbatches < 1):
+        problems.append(f"microbatches ({microbatches!r}) must be a whole number of at least 1, or None.")
+    if not starts_elsewhere(environment) and num_devices * num_nodes > 1:
+        problems += _launcher_problems(launcher, num_nodes)
+    return problems
+
+
+def refuse_problems(problems: list[str], mesh: MeshOption) -> None:
+    """Refuse options that cannot be run.
+
+    Args:
+        problems: What `strategy_problems` has found.
+        mesh: What it was found with.
+
+    Raises:
+        NotImplementedError: If nothing is wrong but degrees that come with a later release.
+        ValueError: With all problems.
+    """
+    if not problems:
+        return
+    if problems == _later_problems(mesh.smallest):
+        raise NotImplementedError(problems[0])
+    if len(problems) == 1:
+        raise ValueError(problems[0])
+    raise ValueError("D9DStrategy cannot run as it is configured:\n" + "\n".join(f"- {text}" for text in problems))
+
+
+def starts_elsewhere(environment: ClusterEnvironment) -> bool:
+    """Tell whether torchrun, a cluster or the like has started all processes, and knows how many there are."""
+    return environment.creates_processes_externally and not isinstance(environment, LightningEnvironment)
+
+
+def _process_problems(environment: ClusterEnvironment, num_devices: int, num_nodes: int) -> list[str]:
+    if not starts_elsewhere(environment):
+        return []
+    launched, wanted = environment.world_size(), num_devices * num_nodes
+    if launched != wanted:
+        return [
+            (
+                f"{type(environment).__name__} says that {launched} processes were started, but "
+                f"Trainer(devices={num_devices}, num_nodes={num_nodes}) asks for {wanted}. "
+                f"Set devices to the number of processes per node ({launched} / num_nodes), "
+                f"or start {wanted} processes (torchrun --nproc-per-node {num_devices})."
+            )
+        ]
+    try:
+        environment.validate_settings(num_devices=num_devices, num_nodes=num_nodes)
+    except ValueError as error:
+        return [str(error)]
+    return []
+
+
+def _size_problems(params: DeviceMeshParameters, num_devices: int, num_nodes: int) -> list[str]:
+    num_processes = num_devices * num_nodes
+    if params.world_size == num_processes:
+        return []
+    degrees = " x ".join(f"{name} {degree}" for name, degree in params.model_dump().items() if degree > 1)
+    chosen = "data_parallel_replicate" if params.has_data_parallel_replicate else "data_parallel_shard"
+    example = {chosen: num_processes} if num_processes > 1 else {}
+    return [
+        (
+            f"The mesh needs {params.world_size} processes ({degrees or 'all degrees are 1'}), but "
+            f"Trainer(devices={num_devices}, num_nodes={num_nodes}) runs {num_processes}. "
+            f"Set devices={max(1, params.world_size // num_nodes)}, or a mesh of {num_processes}, e.g. mesh={example}, or "
+            f"leave one degree open (-1)."
+        )
+    ]
+
+
+def _later_problems(params: DeviceMeshParameters) -> list[str]:
+    degrees = params.model_dump()
+    refused = [f"{name} ({degrees[name]})" for name in _LATER_DEGREES if degrees[name] > 1]
+    if not refused:
+        return []
+    return [
+        (
+            f"D9DStrategy does not support {', '.join(refused)} yet: it comes with a later release. Set it to 1, and use "
+            f"data_parallel_replicate, data_parallel_shard, tensor_parallel and pipeline_parallel."
+        )
+    ]
+
+
+def _pipeline_problems(params: DeviceMeshParameters, pipeline_module: str | None, schedule: object) -> list[str]:
+    problems = schedule_option_problems(schedule)
+    if pipeline_module is not None and not all(pipeline_module.split(".")):
+        problems.append(f"pipeline_module ({pipeline_module!r}) must be the dotted name of a submodule.")
+    if params.has_pipeline_parallel and pipeline_module is None:
+        problems.append(
+            f"pipeline_parallel ({params.pipeline_parallel}) needs pipeline_module, the dotted name of the submodule "
+            f"that is cut into stages: D9DStrategy(..., pipeline_module='model')."
+        )
+    return problems
+
+
+def _launcher_problems(launcher: str | None, num_nodes: int) -> list[str]:
+    names = get_args(LauncherName)
+    if launcher is None:
+        return []
+    if launcher not in names:
+        return [f"launcher ({launcher!r}) is not known: choose {', '.join(names[:-1])} or {names[-1]}."]
+    if launcher == "script":
+        reason = "a notebook cannot be run again as a script. Use 'fork', or leave launcher out."
+        return [f"launcher ('script'): {reason}"] if _IS_INTERACTIVE else []
+    problems: list[str] = []
+    if launcher not in mp.get_all_start_methods():
+        problems.append(f"launcher ({launcher!r}): this system cannot start processes that way.")
+    if num_nodes > 1:
+        problems.append(
+            f"launcher ({launcher!r}) starts processes on one machine, but num_nodes is {num_nodes}. Use 'script', or "
+            f"torchrun."
+        )
+    return problems

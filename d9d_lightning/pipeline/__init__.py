@@ -1,0 +1,1 @@
+"""Unchanged modules, cut into pipeline stages."""

@@ -1,0 +1,1 @@
+"""What a Trainer has that the strategy must look at, exchange or refuse."""

@@ -1,0 +1,288 @@
+"""What the strategy keeps for one run of the Trainer: how steps run, and where their gradients and buffers go."""
+# Lightning shares these with its own strategies only
+# pyright: reportPrivateUsage=false
+
+import os
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from torch.optim import Optimizer
+
+from d9d.core.dist_context import DistributedContext
+from d9d.core.placement import local_tensor
+from d9d.optim.local_shards import localize_optimizer
+from d9d_lightning.gradients.data_parallel import DataParallelGradients
+from d9d_lightning.gradients.loss_weights import LossWeights
+from d9d_lightning.jobs.batch_agreement import BatchAgreement
+from d9d_lightning.jobs.signals import AgreedSignals
+from d9d_lightning.metrics.install import install_metric_sync
+from d9d_lightning.pipeline.cut import pipeline_of
+from d9d_lightning.pipeline.gradients import PipelineGradients
+from d9d_lightning.pipeline.step import PipelineSteps, StepArguments
+from d9d_lightning.placements.fsdp_steps import FsdpSteps
+from d9d_lightning.placements.module_setup import ModelBuffers
+from d9d_lightning.placements.parallelize import FlagFollower, data_parallel_groups
+from d9d_lightning.steps.pack_optimization import PackOptimization, check_pipeline_optimizers
+from d9d_lightning.trainer.summaries import install_summaries, release_summaries
+
+__all__ = ["TrainerRun"]
+
+
+class TrainerRun:
+    """Runs the steps of a LightningModule in one run of the Trainer, such as a fit or a test.
+
+    What trains is `DataParallelGradients` with `FsdpSteps`, or `PipelineSteps`, or on one process neither.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        module: LightningModule,
+        context: DistributedContext | None,
+        device: torch.device,
+        *,
+        num_microbatches: int,
+        num_replicas: int,
+        replica: int,
+    ) -> None:
+        """Let steps be packs. See [Note: three feeders]. All ranks must call it.
+
+        Args:
+            trainer: Runs the loops.
+            module: The LightningModule, distributed.
+            context: Ranks of the job; None on one process.
+            device: Device of this rank.
+            num_microbatches: Parts that each batch is cut into.
+            num_replicas: Number of data-parallel ranks.
+            replica: Index of this rank among them.
+        """
+        self._trainer = trainer
+        self._module = module
+        self._context = context
+        self._device = device
+        self._num_replicas = num_replicas
+        self._buffers: ModelBuffers | None = None
+        self._gradients: DataParallelGradients | None = None
+        self._flags: FlagFollower | None = None
+        self._fsdp: FsdpSteps | None = None
+        self._correction: float | torch.Tensor = 1.0
+        self._signals: AgreedSignals | None = None
+        self._batches: BatchAgreement | None = None
+        if context is not None:
+            self._signals = AgreedSignals.install(trainer, context)
+            install_summaries(trainer)
+            self._batches = BatchAgreement(context)
+            _evaluate_without_inference_mode(trainer)
+        loss_weights = LossWeights(None if context is None else context.replica_group, device)
+        pipeline = pipeline_of(module)
+        self._pipeline_steps = None
+        if pipeline is not None:
+            self._pipeline_steps = PipelineSteps(
+                trainer,
+                module,
+                pipeline,
+                num_microbatches=num_microbatches,
+                loss_weights=loss_weights,
+                seed=_agreed_seed() + replica,
+            )
+        # Behind the pipeline, which says who updates metrics.
+        self.sync_new_metrics()
+        loop = trainer.fit_loop.epoch_loop
+        self._lightning_optimization = loop.automatic_optimization
+        loop.automatic_optimization = PackOptimization(
+            trainer,
+            module,
+            num_microbatches=num_microbatches,
+            pipeline=self._pipeline_steps,
+            loss_weights=loss_weights,
+            num_replicas=num_replicas,
+            block_sums=self.block_sums,
+            correct_gradients=self._correcting_gradients,
+        )
+
+    def start_training(
+        self,
+        optimizers: Sequence[Optimizer],
+        lightning_optimizers: Sequence[LightningOptimizer],
+        *,
+        bucket_size_mb: int,
+        stays_gathered: bool,
+    ) -> None:
+        """Take over gradients and buffers, on several ranks.
+
+        Args:
+            optimizers: Of the module, with their states on the device.
+            lightning_optimizers: Lightning's wrappers around them.
+            bucket_size_mb: Size of a bucket of gradients in MiB.
+            stays_gathered: Whether FSDP units stay gathered between the batches that accumulate.
+        """
+        if self._context is None:
+            return
+        module, data_groups = self._module, data_parallel_groups(self._context)
+        self._buffers = ModelBuffers(module)
+        if self._pipeline_steps is not None:
+            check_pipeline_optimizers(optimizers)
+        for optimizer in optimizers:
+            localize_optimizer(optimizer)
+        pipeline = pipeline_of(module)
+        if pipeline is not None and self._pipeline_steps is not None:
+            gradients = PipelineGradients(
+                pipeline.stages,
+                pipeline.outside(module),
+                data_groups=data_groups,
+                pipeline_group=pipeline.group,
+                bucket_size_mb=bucket_size_mb,
+            )
+            self._pipeline_steps.start_training(gradients, self._num_replicas)
+            return
+        self._flags = FlagFollower(module, module)
+        self._fsdp = FsdpSteps(module, optimizers, is_manual=not module.automatic_optimization)
+        self._gradients = DataParallelGradients(
+            module,
+            optimizers,
+            data_groups=data_groups,
+            bucket_size_mb=bucket_size_mb,
+            device=self._device,
+            stays_gathered=stays_gathered,
+        )
+        if len(optimizers) == 1:
+            for optimizer in (*optimizers, *lightning_optimizers):
+                self._gradients.follow_zero_grad(optimizer)
+
+    def end(self) -> None:
+        """Free gradients and hooks, and give the Trainer back what was exchanged."""
+        if self._gradients is not None and self._fsdp is not None:
+            self._gradients.release()
+            self._fsdp.release()
+        if self._pipeline_steps is not None:
+            self._pipeline_steps.release()
+        self._trainer.fit_loop.epoch_loop.automatic_optimization = self._lightning_optimization
+        if self._signals is not None:
+            release_summaries(self._trainer)
+            self._signals.release()
+
+    # Training. `Any`: the user's own batches and outputs.
+
+    def training_step(self, run: Callable[[], Any]) -> Any:  # noqa: ANN401
+        """Run a training step that is not one of a pipeline."""
+        if self._flags is None or self._fsdp is None:
+            return run()
+        self._flags.follow()
+        if self._gradients is not None and self._gradients.begins_window:
+            self._take_buffers()
+        self._note_step()
+        self._fsdp.enter_step()
+        try:
+            return run()
+        finally:
+            self._fsdp.leave_step()
+
+    @contextmanager
+    def around_backward(self, loss: torch.Tensor) -> Generator[None]:
+        """Leave the gradients as hooks expect them: the mean over all ranks and, behind the last pass, the window."""
+        if self._gradients is not None and self._fsdp is not None:
+            self._gradients.before_backward()
+            self._fsdp.before_backward(loss)
+        yield
+        if self._gradients is not None:
+            self._gradients.after_backward()
+        self._correct_gradients()
+
+    def block_sums(self) -> AbstractContextManager[None]:
+        """Let backward passes inside only accumulate."""
+        return nullcontext() if self._gradients is None else self._gradients.block_sums()
+
+    @contextmanager
+    def around_optimizer_step(self) -> Generator[None]:
+        """Let hooks and the optimizer see shards. The pack of a pipeline runs inside."""
+        if self._fsdp is not None:
+            self._fsdp.before_optimizer()
+        if self._pipeline_steps is not None:
+            self._take_buffers()
+            self._note_step()
+        yield
+        if self._pipeline_steps is not None:
+            self._pipeline_steps.free_gathered()
+
+    @contextmanager
+    def _correcting_gradients(self, factor: float | torch.Tensor) -> Generator[None]:
+        self._correction = factor
+        yield
+        self._correction = 1.0
+
+    def _correct_gradients(self) -> None:
+        """Take the mean over what was there in place of what was expected."""
+        if isinstance(self._correction, float) and self._correction == 1.0:
+            return
+        parameters = self._module.parameters()
+        gradients = [local_tensor(parameter.grad) for parameter in parameters if parameter.grad is not None]
+        if gradients:
+            torch._foreach_mul_(gradients, self._correction)  # pyright: ignore[reportPrivateImportUsage]
+
+    # Evaluation
+
+    def check_batch(self, batch: object) -> None:
+        """Compare the first batch of each stage of the Trainer over the ranks that work on it together."""
+        stage = self._trainer.state.stage
+        if self._batches is not None and stage is not None:
+            self._batches.check(batch, stage)
+
+    @property
+    def has_pipeline(self) -> bool:
+        """Whether steps run over a pipeline."""
+        return self._pipeline_steps is not None
+
+    def evaluate(self, name: str, args: tuple[Any, ...], run: Callable[..., Any]) -> Any:  # noqa: ANN401
+        """Run a step of validation, test or prediction.
+
+        Args:
+            name: Name of the step.
+            args: What it is called with, the batch first.
+            run: Runs it on this rank, without a pipeline.
+        """
+        if self._pipeline_steps is None:
+            return run(*args)
+        return self._pipeline_steps.evaluate(name, StepArguments(args[0], args[1:]))
+
+    def sync_new_metrics(self) -> None:
+        """Let metrics that were made since gather over the mesh. No communication."""
+        if self._context is not None:
+            install_metric_sync(self._module)
+
+    def start_evaluation(self) -> None:
+        """Use the buffers of the first replica everywhere, as DDP does. All ranks must call it."""
+        self.sync_new_metrics()
+        self._take_buffers()
+
+    # Buffers
+
+    def _take_buffers(self) -> None:
+        if self._buffers is not None and self._context is not None:
+            self._buffers.take_from_first(self._context.replica_group)
+
+    def _note_step(self) -> None:
+        if self._buffers is not None:
+            self._buffers.note_step()
+
+
+def _evaluate_without_inference_mode(trainer: Trainer) -> None:
+    """Let evaluation run under ``no_grad``: what FSDP gathers under inference mode could not be trained afterwards."""
+    for loop in (
+        trainer.validate_loop,
+        trainer.test_loop,
+        trainer.predict_loop,
+        trainer.fit_loop.epoch_loop.val_loop,
+    ):
+        loop.inference_mode = False
+
+
+def _agreed_seed() -> int:
+    """Return a number that all ranks have in common. All ranks must call it."""
+    seeds = [int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed() % 2**32))]
+    dist.broadcast_object_list(seeds, src=0)
+    return seeds[0]
