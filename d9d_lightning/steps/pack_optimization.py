@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult, _AutomaticOptimization
+from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -37,6 +38,8 @@ from d9d_lightning.steps.microbatches import merge_outputs, split_batch
 __all__ = ["PackOptimization", "WaitingOutputs", "check_pipeline_optimizers", "check_steps", "window_size"]
 
 _Zero = Callable[[], None]
+
+_NOTHING = contextlib.nullcontext()
 
 _SKIPPED_ON_A_RANK = (
     "training_step returned None: on several ranks it can not skip a batch, as the others would wait for its gradients. "
@@ -202,30 +205,39 @@ class PackOptimization(_AutomaticOptimization):
 
     def _run_split(self, kwargs: "OrderedDict[str, Any]", optimizer: Optimizer, zero: _Zero) -> ClosureResult:
         microbatches = split_batch(kwargs["batch"], self._num_microbatches, self._module)
+        others = tuple(value for name, value in kwargs.items() if name != "batch")
+        num_batches = window_size(self.trainer)
         outputs: list[PyTree[Any]] = []
-        for index, microbatch in enumerate(microbatches):
-            arguments = OrderedDict(kwargs, batch=microbatch.batch)
-            with self._recorder.recording(microbatch.batch):
-                output = call._call_strategy_hook(self.trainer, "training_step", *arguments.values())
-            result = ClosureResult.from_training_step_output(output)
-            if output is None or (outputs and outputs[0] is None):
-                self._refuse_skipping([*outputs, output])
-            outputs.append(None if output is None else _detached(output))
-            if index == 0:
-                zero()
-            if result.closure_loss is None:
-                continue
-            is_last = index == len(microbatches) - 1
-            with contextlib.nullcontext() if is_last else self._block_sums():
-                share = microbatch.weight / window_size(self.trainer)
-                loss = self._loss_weights.weigh(result.closure_loss, output, share)
-                self._run_backward(loss, optimizer, is_last=is_last)
+        # Once for all microbatches: setting an attribute of a module takes as long as a small layer.
         with _in_hook(self._module, "training_step"):
+            for index, microbatch in enumerate(microbatches):
+                with self._recorder.recording(microbatch.batch), self._profiled("training_step"):
+                    output = self.trainer.strategy.training_step(microbatch.batch, *others)
+                if output is None or (outputs and outputs[0] is None):
+                    self._refuse_skipping([*outputs, output])
+                if index == 0:
+                    zero()
+                if output is None:
+                    outputs.append(None)
+                    continue
+                loss = _loss_of(output)
+                outputs.append(_detached(output))
+                is_last = index == len(microbatches) - 1
+                with _NOTHING if is_last else self._block_sums():
+                    weighed = self._loss_weights.weigh(loss, output, microbatch.weight / num_batches)
+                    self._run_backward(weighed, optimizer, is_last=is_last)
             replay(self._module, self._recorder.take())
         if outputs[0] is None:
             return ClosureResult(None)
         merged = merge_outputs(outputs, [microbatch.weight for microbatch in microbatches])
-        return ClosureResult.from_training_step_output(merged, window_size(self.trainer))
+        return ClosureResult.from_training_step_output(merged, num_batches)
+
+    def _profiled(self, name: str) -> contextlib.AbstractContextManager[None]:
+        """Measure a call of the strategy under the name that Lightning gives it."""
+        profiler = self.trainer.profiler
+        if type(profiler) is PassThroughProfiler:
+            return _NOTHING
+        return profiler.profile(f"[Strategy]{type(self.trainer.strategy).__name__}.{name}")
 
     def _refuse_skipping(self, outputs: Sequence[PyTree[Any]]) -> None:
         """Refuse steps that return None, but for one process that skips a whole batch, as Lightning allows."""
@@ -252,8 +264,9 @@ class PackOptimization(_AutomaticOptimization):
             is_last: Whether it is the last one of its batch.
         """
         completes_step = is_last and not self.trainer.fit_loop._should_accumulate()
-        with self._correct_gradients(self._correction()) if completes_step else contextlib.nullcontext():
-            call._call_strategy_hook(self.trainer, "backward", loss, optimizer)
+        correcting = self._correct_gradients(self._correction()) if completes_step else _NOTHING
+        with correcting, self._profiled("backward"):
+            self.trainer.strategy.backward(loss, optimizer)
 
     def _correction(self) -> float | torch.Tensor:
         """Return what the gradients of a window must be multiplied with when it ends."""
@@ -296,6 +309,14 @@ class PackOptimization(_AutomaticOptimization):
 
 def _do_nothing() -> None:
     pass
+
+
+def _loss_of(output: PyTree[Any]) -> torch.Tensor:
+    """Return the loss that a step has returned, or let Lightning raise its own error."""
+    if isinstance(output, torch.Tensor):
+        return output
+    ClosureResult.from_training_step_output(output)
+    return output["loss"]
 
 
 def _detached(output: PyTree[Any]) -> PyTree[Any]:

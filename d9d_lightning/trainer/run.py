@@ -9,8 +9,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim import Optimizer
 
 from d9d.core.dist_context import DistributedContext
@@ -31,6 +33,8 @@ from d9d_lightning.steps.pack_optimization import PackOptimization, check_pipeli
 from d9d_lightning.trainer.summaries import install_summaries, release_summaries
 
 __all__ = ["TrainerRun"]
+
+_NOTHING = nullcontext()
 
 
 class TrainerRun:
@@ -71,6 +75,8 @@ class TrainerRun:
         self._flags: FlagFollower | None = None
         self._fsdp: FsdpSteps | None = None
         self._correction: float | torch.Tensor = 1.0
+        self.is_backward_watched = True
+        """Whether anybody hears of backward passes. Lightning spends a tenth of a millisecond on hooks that do nothing."""
         self._signals: AgreedSignals | None = None
         self._batches: BatchAgreement | None = None
         if context is not None:
@@ -182,9 +188,13 @@ class TrainerRun:
         finally:
             self._fsdp.leave_step()
 
-    @contextmanager
-    def around_backward(self, loss: torch.Tensor) -> Generator[None]:
+    def around_backward(self, loss: torch.Tensor) -> AbstractContextManager[None]:
         """Leave the gradients as hooks expect them: the mean over all ranks and, behind the last pass, the window."""
+        is_plain = self._gradients is None and isinstance(self._correction, float) and self._correction == 1.0
+        return _NOTHING if is_plain else self._finishing_gradients(loss)
+
+    @contextmanager
+    def _finishing_gradients(self, loss: torch.Tensor) -> Generator[None]:
         if self._gradients is not None and self._fsdp is not None:
             self._gradients.before_backward()
             self._fsdp.before_backward(loss)
@@ -195,7 +205,7 @@ class TrainerRun:
 
     def block_sums(self) -> AbstractContextManager[None]:
         """Let backward passes inside only accumulate."""
-        return nullcontext() if self._gradients is None else self._gradients.block_sums()
+        return _NOTHING if self._gradients is None else self._gradients.block_sums()
 
     @contextmanager
     def around_optimizer_step(self) -> Generator[None]:
@@ -249,6 +259,11 @@ class TrainerRun:
             return run(*args)
         return self._pipeline_steps.evaluate(name, StepArguments(args[0], args[1:]))
 
+    def begin_training(self) -> None:
+        """Look at what the hooks before have left. No communication."""
+        self.sync_new_metrics()
+        self.is_backward_watched = _is_backward_watched(self._trainer, self._module)
+
     def sync_new_metrics(self) -> None:
         """Let metrics that were made since gather over the mesh. No communication."""
         if self._context is not None:
@@ -286,3 +301,15 @@ def _agreed_seed() -> int:
     seeds = [int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed() % 2**32))]
     dist.broadcast_object_list(seeds, src=0)
     return seeds[0]
+
+
+def _is_backward_watched(trainer: Trainer, module: LightningModule) -> bool:
+    plugin, callbacks = type(trainer.precision_plugin), vars(trainer)["callbacks"]
+    if plugin.pre_backward is not Precision.pre_backward or plugin.post_backward is not Precision.post_backward:
+        return True
+    # Lightning's LambdaCallback has the user's functions in its instances.
+    return any(
+        is_overridden(hook, module)
+        or any(hook in vars(callback) or is_overridden(hook, callback, parent=Callback) for callback in callbacks)
+        for hook in ("on_before_backward", "on_after_backward")
+    )
