@@ -427,12 +427,11 @@ class D9DStrategy(ParallelStrategy):
     def backward(
         self, closure_loss: torch.Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
-        module, plugin = self._connected_module, self.precision_plugin
-        is_watched = self._run is None or self._run.is_backward_watched
-        loss = plugin.pre_backward(closure_loss, module) if is_watched else closure_loss
+        module = self._connected_module
+        loss = self.precision_plugin.pre_backward(closure_loss, module)
         with nullcontext() if self._run is None else self._run.around_backward(loss):
-            plugin.backward(loss, module, optimizer, *args, **kwargs)
-        return plugin.post_backward(loss, module) if is_watched else loss.detach()
+            self.precision_plugin.backward(loss, module, optimizer, *args, **kwargs)
+        return self.precision_plugin.post_backward(loss, module)
 
     @override
     def optimizer_step(
@@ -467,7 +466,7 @@ class D9DStrategy(ParallelStrategy):
     @override
     def on_train_start(self) -> None:
         if self._run is not None:
-            self._run.begin_training()
+            self._run.sync_new_metrics()
 
     @override
     def on_validation_start(self) -> None:

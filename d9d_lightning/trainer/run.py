@@ -9,10 +9,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim import Optimizer
 
 from d9d.core.dist_context import DistributedContext
@@ -75,8 +73,6 @@ class TrainerRun:
         self._flags: FlagFollower | None = None
         self._fsdp: FsdpSteps | None = None
         self._correction: float | torch.Tensor = 1.0
-        self.is_backward_watched = True
-        """Whether anybody hears of backward passes. Lightning spends a tenth of a millisecond on hooks that do nothing."""
         self._signals: AgreedSignals | None = None
         self._batches: BatchAgreement | None = None
         if context is not None:
@@ -259,11 +255,6 @@ class TrainerRun:
             return run(*args)
         return self._pipeline_steps.evaluate(name, StepArguments(args[0], args[1:]))
 
-    def begin_training(self) -> None:
-        """Look at what the hooks before have left. No communication."""
-        self.sync_new_metrics()
-        self.is_backward_watched = _is_backward_watched(self._trainer, self._module)
-
     def sync_new_metrics(self) -> None:
         """Let metrics that were made since gather over the mesh. No communication."""
         if self._context is not None:
@@ -301,15 +292,3 @@ def _agreed_seed() -> int:
     seeds = [int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed() % 2**32))]
     dist.broadcast_object_list(seeds, src=0)
     return seeds[0]
-
-
-def _is_backward_watched(trainer: Trainer, module: LightningModule) -> bool:
-    plugin, callbacks = type(trainer.precision_plugin), vars(trainer)["callbacks"]
-    if plugin.pre_backward is not Precision.pre_backward or plugin.post_backward is not Precision.post_backward:
-        return True
-    # Lightning's LambdaCallback has the user's functions in its instances.
-    return any(
-        is_overridden(hook, module)
-        or any(hook in vars(callback) or is_overridden(hook, callback, parent=Callback) for callback in callbacks)
-        for hook in ("on_before_backward", "on_after_backward")
-    )
