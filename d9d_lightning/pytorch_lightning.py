@@ -1,4 +1,4 @@
-"""The strategy for ``import pytorch_lightning as pl``: ``from d9d_lightning.pytorch_lightning import D9DStrategy``.
+"""The package for ``import pytorch_lightning as pl``: ``from d9d_lightning.pytorch_lightning import D9DStrategy``.
 
 [Note: two Lightnings]
 The package ``pytorch_lightning`` is ``lightning.pytorch`` once more, with classes of its own: a Trainer of one takes no
@@ -19,7 +19,16 @@ from typing import Any
 
 from typing_extensions import override
 
-__all__ = ["D9DStrategy", "register"]
+__all__ = [
+    "D9DStrategy",
+    "EMAWeightAveraging",
+    "GradientNormLogger",
+    "PipelineStages",
+    "grad_norm",
+    "measure_layer_costs",
+    "register",
+    "sync_over",
+]
 
 _ORIGINAL = "d9d_lightning"
 _RENAMED = {
@@ -55,11 +64,11 @@ class _SubmoduleFinder(MetaPathFinder):
         if original is None or original.origin is None:
             return None
         loader = _RenamingLoader(fullname, original.origin)
-        # Packages have no path of their own, so that nobody else finds what is in them.
-        inside = None if original.submodule_search_locations is None else []
-        return importlib.util.spec_from_file_location(
-            fullname, original.origin, loader=loader, submodule_search_locations=inside
-        )
+        spec = importlib.util.spec_from_file_location(fullname, original.origin, loader=loader)
+        if spec is not None and spec.submodule_search_locations is not None:
+            # Not the folder, in which Python's own finder would come first and load the files as they are.
+            spec.submodule_search_locations = []
+        return spec
 
 
 __path__: list[str] = []
@@ -67,8 +76,25 @@ __path__: list[str] = []
 
 sys.meta_path.append(_SubmoduleFinder())
 
+
+def _load(module: str) -> ModuleType:
+    return importlib.import_module(f"{__name__}.{module}")
+
+
 # `Any`: a type checker would take them for classes of the other Lightning.
-D9DStrategy: Any = importlib.import_module(f"{__name__}.strategy").D9DStrategy
+D9DStrategy: Any = _load("strategy").D9DStrategy
 """As `d9d_lightning.D9DStrategy`."""
-register: Any = importlib.import_module(f"{__name__}.registry").register
+register: Any = _load("registry").register
 """As `d9d_lightning.register`; the names are known to ``pytorch_lightning``."""
+PipelineStages: Any = _load("pipeline.stages").PipelineStages
+"""As `d9d_lightning.PipelineStages`."""
+measure_layer_costs: Any = _load("pipeline.stages").measure_layer_costs
+"""As `d9d_lightning.measure_layer_costs`."""
+grad_norm: Any = _load("gradients.norms").grad_norm
+"""As `d9d_lightning.grad_norm`."""
+GradientNormLogger: Any = _load("callbacks").GradientNormLogger
+"""As `d9d_lightning.callbacks.GradientNormLogger`."""
+EMAWeightAveraging: Any = _load("callbacks").EMAWeightAveraging
+"""As `d9d_lightning.callbacks.EMAWeightAveraging`."""
+sync_over: Any = _load("metrics").sync_over
+"""As `d9d_lightning.metrics.sync_over`."""

@@ -35,7 +35,7 @@ from d9d_lightning.checkpoints.checkpoint import (
     set_up_together,
 )
 from d9d_lightning.collectives import all_gather_stacked, reduce_over
-from d9d_lightning.gradients.precision import MeshClipping, NormScope, install_mesh_clipping
+from d9d_lightning.gradients.precision import MeshClipping, NormScope, agree_on_scale, install_mesh_clipping
 from d9d_lightning.jobs.failures import RunFailure
 from d9d_lightning.jobs.launch import build_launcher, join_job, leave_job
 from d9d_lightning.options.config_check import LauncherName, refuse_problems, strategy_problems
@@ -45,7 +45,7 @@ from d9d_lightning.pipeline.cut import PipelineOptions, check_cut, map_stages, p
 from d9d_lightning.pipeline.stages import PipelineStages
 from d9d_lightning.placements.explain import explain_module, steps_line
 from d9d_lightning.placements.fsdp_steps import show_module_shards
-from d9d_lightning.placements.module_setup import is_on_meta, set_up_module
+from d9d_lightning.placements.module_setup import equalise_module, is_on_meta, set_up_module
 from d9d_lightning.placements.parallelize import is_parallelized
 from d9d_lightning.placements.plan import Parallelize, ParallelPlan, read_plan
 from d9d_lightning.placements.tensor_parallel import share_random_state
@@ -96,15 +96,13 @@ class D9DStrategy(ParallelStrategy):
                 data-parallel ranks: each repeated block, or else each submodule of `min_unit_params`, is an FSDP unit,
                 and so is the rest; without shards in the mesh everything is replicated.
             pipeline_module: Dotted name of the submodule that is cut into stages, for ``pipeline_parallel`` > 1.
-            stages: How it is cut; see `PipelineStages`. None: between the children of an ``nn.Sequential``, so that
-                stages have about equally many parameters.
+            stages: How it is cut. None: an ``nn.Sequential``, into stages of about equally many parameters.
             schedule: Name of a pipeline schedule, its config from `d9d.pipelining.factory`, or the fields of that.
             microbatches: Number of microbatches that one batch is cut into. None leaves batches whole. In a pipeline the
                 batches of an accumulation window run as one pack, so ``accumulate_grad_batches`` makes microbatches too.
             bucket_size_mb: Size of the gradient buckets of replicated parameters in MiB. Smaller ones overlap more of
                 the sums with the backward pass, larger ones cost less per byte.
-            min_unit_params: Smallest FSDP unit of the default plan where no block repeats. Each unit costs about half
-                a millisecond of Python per step.
+            min_unit_params: Smallest FSDP unit of the default plan where no block repeats. Each costs Python time.
             mp_policy: FSDP's own mixed precision, for the default and the pattern plan. None: as Lightning's
                 ``precision`` says, by autocast.
             reshard_after_forward: Whether FSDP frees gathered parameters after the forward pass; see ``fully_shard``.
@@ -122,7 +120,7 @@ class D9DStrategy(ParallelStrategy):
         self._pipeline_module, self._schedule, self._microbatches = pipeline_module, schedule, microbatches
         self._stages = stages or PipelineStages()
         self._launcher_name: LauncherName | None = launcher
-        self._bucket_size_mb = bucket_size_mb
+        self._bucket_size_mb, self._timeout_s = bucket_size_mb, timeout_s
         fsdp_kwargs: dict[str, Any] = {"reshard_after_forward": reshard_after_forward}
         if mp_policy is not None:
             fsdp_kwargs["mp_policy"] = mp_policy
@@ -130,7 +128,6 @@ class D9DStrategy(ParallelStrategy):
             parallelize=read_plan(parallelize), min_unit_params=min_unit_params, fsdp_kwargs=fsdp_kwargs
         )
         self._stays_gathered = reshard_after_forward is None
-        self._timeout_s = timeout_s
         self._num_nodes = 1
         self._context: DistributedContext | None = None
         self._cut: StageCut | None = None
@@ -186,11 +183,8 @@ class D9DStrategy(ParallelStrategy):
 
     @property
     def is_distributed(self) -> bool:
-        """Whether Lightning puts its sampler into loaders and syncs what is logged. Read before any group exists.
-
-        With pipelines and tensor parallelism alone too: the sampler shuffles alike on all ranks that share a batch.
-        """
-        return self.mesh.is_distributed
+        """Whether ranks read different samples, so that Lightning splits the data. Read before any group exists."""
+        return self.mesh.data_parallel > 1
 
     @property
     def num_nodes(self) -> int:
@@ -234,8 +228,13 @@ class D9DStrategy(ParallelStrategy):
             schedule=self._schedule,
             microbatches=self._microbatches,
             launcher=self._launcher_name,
+            bucket_size_mb=self._bucket_size_mb,
+            min_unit_params=self._plan.min_unit_params,
+            timeout_s=self._timeout_s,
         )
         refuse_problems(problems, self._mesh)
+        if self.mesh.is_distributed:
+            agree_on_scale(self.precision_plugin)
         self._launcher = build_launcher(
             self, self._launcher_name, num_devices, self._num_nodes, self._collect_model_state
         )
@@ -247,10 +246,10 @@ class D9DStrategy(ParallelStrategy):
         return gather_checkpoint(state, keep=self.is_global_zero, cut=self._cut)["state_dict"]
 
     def __repr__(self) -> str:
-        # Shown by a Trainer of the other Lightning when it refuses the strategy. See [Note: two Lightnings].
+        # Shown by Fabric and by a Trainer of the other Lightning, which refuse the strategy. [Note: two Lightnings]
         is_of_other = ParallelStrategy.__module__.startswith("pytorch_lightning")
-        hint = "" if is_of_other else " (pytorch_lightning takes that of the module d9d_lightning.pytorch_lightning)"
-        return f"{type(self).__name__}{hint}"
+        hint = "" if is_of_other else ", and pytorch_lightning takes that of d9d_lightning.pytorch_lightning"
+        return f"{type(self).__name__} (for lightning.pytorch.Trainer; not for Fabric{hint})"
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what belongs to a run: process groups stay in their process."""
@@ -308,12 +307,13 @@ class D9DStrategy(ParallelStrategy):
             share_random_state(self._context)
         options = self._pipeline_options
         check_cut(module, self._context, options)
-        if not is_parallelized(module, self._context):
-            layer_sync = self._layer_sync if is_fitting else None
+        if is_parallelized(module, self._context):
+            equalise_module(module, self._context, self.root_device)
+        else:
             if options is not None:
                 keep_summaries(trainer, module)
             set_up_module(
-                module, self._context, self.root_device, self._plan, self.precision_plugin, layer_sync, options
+                module, self._context, self.root_device, self._plan, self.precision_plugin, self._layer_sync, options
             )
         # Again: a function of the user's may have made distributed parameters on any mesh.
         check_callbacks(trainer, self.mesh, module)
@@ -390,7 +390,7 @@ class D9DStrategy(ParallelStrategy):
     def precision_plugin(self, precision_plugin: Precision | None) -> None:
         self._precision_plugin = precision_plugin
         if precision_plugin is not None:
-            self._clipping = install_mesh_clipping(precision_plugin, self.mesh, self._keep_grad_norm, self.norm_scope)
+            self._clipping = install_mesh_clipping(precision_plugin, self._keep_grad_norm, self.norm_scope)
 
     def _keep_grad_norm(self, norm: torch.Tensor) -> None:
         self.last_grad_norm = norm
@@ -477,8 +477,8 @@ class D9DStrategy(ParallelStrategy):
     @override
     def on_validation_end(self) -> None:
         """Let ``parameters()`` show the shards again: without a backward pass FSDP leaves some gathered."""
-        if self._context is not None:
-            show_module_shards(self._connected_module)
+        if self._run is not None:
+            self._run.end_evaluation()
 
     on_test_start = on_predict_start = on_validation_start
     on_test_end = on_predict_end = on_validation_end

@@ -184,6 +184,10 @@ class DataParallelGradients:
         """Whether the next backward pass is the first since gradients were summed."""
         return self._begins_window
 
+    def keep_gathered(self) -> None:
+        """Let FSDP units stay gathered from the first pass of a step to its last one, however many it has."""
+        self._fsdp.start_pack(2)
+
     @contextlib.contextmanager
     def block_sums(self) -> Generator[None]:
         """Let backward passes inside only accumulate, without any collective."""

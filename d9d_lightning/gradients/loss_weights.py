@@ -5,7 +5,7 @@ microbatches of all data-parallel ranks, ``sum(loss * weight) / sum(weight)``, w
 start from ``loss * weight``, and gradients are divided once, when the total weight is known.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,8 +14,9 @@ from torch.autograd.graph import Node
 
 from d9d.core.device import accumulator_dtype
 from d9d.core.types import PyTree
+from d9d_lightning.steps.microbatches import merge_outputs
 
-__all__ = ["LossWeights"]
+__all__ = ["LossWeights", "merge_training_outputs"]
 
 _KEY = "loss_weight"
 
@@ -67,11 +68,6 @@ class LossWeights:
             return torch.where(weight.to(loss.device) == 0, 0.0, loss)
         return loss * value
 
-    @property
-    def is_weighted(self) -> bool:
-        """Whether a microbatch of this step came with a weight."""
-        return bool(self._weights)
-
     def take_own_total(self) -> torch.Tensor | None:
         """Return the weight of the step on this rank, a scalar; None if it has none. Begins the next step."""
         total = torch.stack(self._weights).sum() if self._weights else None
@@ -103,6 +99,34 @@ class LossWeights:
                 f"the labels of the data, or leave such batches out."
             )
         return 1.0 / total
+
+
+def merge_training_outputs(outputs: Sequence[PyTree[Any]], shares: Sequence[float]) -> PyTree[Any]:
+    """Put together what ``training_step`` has returned for the microbatches of a batch, as `merge_outputs` does.
+
+    But where they have weights, the loss is the mean by these, which are added up. The host does not wait for the device.
+
+    Args:
+        outputs: In order of the microbatches, of equal structure, with the loss or without it.
+        shares: Part of each microbatch in the batch.
+
+    Raises:
+        TypeError: See `merge_outputs`.
+    """
+    given = [output.get(_KEY) if isinstance(output, Mapping) else None for output in outputs]
+    merged = merge_outputs(outputs, shares)
+    if any(weight is None for weight in given):
+        return merged
+    weights = [torch.as_tensor(weight).detach().reshape(()) for weight in given]
+    merged = {**merged, _KEY: sum(given[1:], start=given[0])}
+    if "loss" in merged:
+        losses = torch.stack([output["loss"] for output in outputs])
+        dtype = torch.promote_types(losses.dtype, torch.float32)
+        by_loss = torch.stack([weight.to(losses.device, dtype) for weight in weights])
+        # A loss without weight may be 0 / 0, and so may the mean.
+        total = torch.where(by_loss == 0, 0.0, losses * by_loss).sum()
+        merged["loss"] = torch.where(by_loss.sum() == 0, 0.0, total / by_loss.sum()).to(losses.dtype)
+    return merged
 
 
 def _agree(is_weighted: bool, group: dist.ProcessGroup, device: torch.device) -> None:

@@ -145,8 +145,11 @@ class GradientNormLogger(Callback):
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if not isinstance(trainer.strategy, D9DStrategy):
+            # With modules: there is a D9DStrategy for each of two Lightnings, see [Note: two Lightnings].
+            found = type(trainer.strategy)
             raise ValueError(
-                f"GradientNormLogger works with D9DStrategy, not with {type(trainer.strategy).__name__}. Log "
+                f"{__name__}.GradientNormLogger works with {D9DStrategy.__module__}.D9DStrategy, not with "
+                f"{found.__module__}.{found.__name__}. Take both from one package, or, without D9DStrategy, log "
                 f"lightning.pytorch.utilities.grad_norm(module, 2) in on_before_optimizer_step instead."
             )
 

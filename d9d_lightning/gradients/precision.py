@@ -16,7 +16,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from d9d.core.dist_context import DeviceMeshParameters
 from d9d.core.placement import local_tensor
 from d9d.internals.grad_norm import ParametersForNorm, clip_local_gradients_, group_parameters_for_norm
 
@@ -103,44 +102,32 @@ class MeshClipping:
 
 def install_mesh_clipping(
     plugin: Precision,
-    params: DeviceMeshParameters,
     publish_norm: Callable[[torch.Tensor], None],
     scope: Callable[[], NormScope] = no_pipeline,
 ) -> MeshClipping:
-    """Replace how a precision plugin clips, and let ranks agree on its loss scale; nothing else of it changes.
+    """Replace how a precision plugin clips, and nothing else of it.
 
     On the instance and not by a subclass: user plugins are of any class, and checkpoints store the state of a plugin
     under the name of its class.
 
     Args:
         plugin: What Lightning or the user has chosen.
-        params: Parallelism degrees of the job.
         publish_norm: See `MeshClipping`.
         scope: See `MeshClipping`.
-
-    Raises:
-        NotImplementedError: For fp16 with a loss scaler and pipeline stages.
     """
-    scaler = plugin.scaler if isinstance(plugin, MixedPrecision) else None
-    if scaler is not None and params.is_distributed:
-        if params.has_pipeline_parallel:
-            raise NotImplementedError(
-                "precision='16-mixed' (a loss scaler) with pipeline_parallel > 1 comes with a later release: stages "
-                "scale and unscale at different times. Use 'bf16-mixed', or pipeline_parallel=1."
-            )
-        agree_on_scale(scaler)
     clipping = MeshClipping(publish_norm, scope)
     vars(plugin).update(clip_grad_by_norm=clipping.clip_by_norm, clip_grad_by_value=clipping.clip_by_value)
     return clipping
 
 
-def agree_on_scale(scaler: torch.amp.GradScaler) -> None:
-    """Let a scaler skip steps, and change its scale, on all ranks if any of them finds a value that is not finite.
+def agree_on_scale(plugin: Precision) -> None:
+    """Let a loss scaler skip steps, and change its scale, on all ranks if any of them finds a value that is not finite.
 
     Also lets it unscale distributed gradients, of any mixture of layouts. One collective for each optimizer step; the
-    host waits for nothing more than it did.
+    host waits for nothing more than it did. A plugin without a scaler is left alone.
     """
-    if "_unscale_grads_" not in vars(scaler):
+    scaler = plugin.scaler if isinstance(plugin, MixedPrecision) else None
+    if scaler is not None and "_unscale_grads_" not in vars(scaler):
         vars(scaler)["_unscale_grads_"] = _AgreedUnscaling(scaler)
 
 
@@ -163,7 +150,7 @@ class _AgreedUnscaling:
             agreed = torch.maximum(agreed, value.to(agreed.device))
         # Also by a rank that has no gradients: the others wait for it.
         dist.all_reduce(agreed, op=dist.ReduceOp.MAX)
-        return {device: agreed.to(device) for device in found}
+        return {device: agreed.to(device) for device in found or (agreed.device,)}
 
 
 @torch.no_grad()

@@ -2,7 +2,8 @@
 # Lightning tells notebooks apart by a name of its own
 # pyright: reportPrivateUsage=false
 
-from typing import Literal, get_args
+import math
+from typing import Literal, TypeGuard, get_args
 
 import torch.multiprocessing as mp
 from lightning.fabric.plugins import ClusterEnvironment
@@ -32,6 +33,9 @@ def strategy_problems(
     schedule: object = "1f1b",
     microbatches: int | None = None,
     launcher: str | None = None,
+    bucket_size_mb: object = 32,
+    min_unit_params: object = 0,
+    timeout_s: object = None,
 ) -> list[str]:
     """Say all that is wrong with the options of the strategy, each with its numbers and how to mend it.
 
@@ -44,6 +48,9 @@ def strategy_problems(
         schedule: See `ScheduleSpec`.
         microbatches: Number of microbatches of a batch; None leaves batches whole.
         launcher: A `LauncherName`, or None.
+        bucket_size_mb: Size of gradient buckets in MiB.
+        min_unit_params: Smallest FSDP unit of the default plan.
+        timeout_s: Time limit of collectives in seconds; None for the usual one.
     """
     problems = _process_problems(environment, num_devices, num_nodes)
     try:
@@ -58,6 +65,7 @@ def strategy_problems(
     # A bool counts as an int, and is a mistake here.
     if microbatches is not None and (type(microbatches) is not int or microbatches < 1):
         problems.append(f"microbatches ({microbatches!r}) must be a whole number of at least 1, or None.")
+    problems += _number_problems(bucket_size_mb, min_unit_params, timeout_s)
     if not starts_elsewhere(environment) and num_devices * num_nodes > 1:
         problems += _launcher_problems(launcher, num_nodes)
     return problems
@@ -148,6 +156,21 @@ def _pipeline_problems(params: DeviceMeshParameters, pipeline_module: str | None
             f"that is cut into stages: D9DStrategy(..., pipeline_module='model')."
         )
     return problems
+
+
+def _number_problems(bucket_size_mb: object, min_unit_params: object, timeout_s: object) -> list[str]:
+    problems: list[str] = []
+    if not _is_number(bucket_size_mb) or bucket_size_mb <= 0:
+        problems.append(f"bucket_size_mb ({bucket_size_mb!r}) must be a number of more than 0, in MiB.")
+    if not _is_number(min_unit_params) or min_unit_params < 0:
+        problems.append(f"min_unit_params ({min_unit_params!r}) must be a number of at least 0.")
+    if timeout_s is not None and (not _is_number(timeout_s) or timeout_s <= 0):
+        problems.append(f"timeout_s ({timeout_s!r}) must be a number of more than 0, in seconds, or None.")
+    return problems
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _launcher_problems(launcher: str | None, num_nodes: int) -> list[str]:

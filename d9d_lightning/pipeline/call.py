@@ -164,5 +164,12 @@ def unchanged_batch(step_name: str, batch: PyTree[Any]) -> Generator[PyTree[Any]
 
 def own_containers(batch: PyTree[Any]) -> PyTree[Any]:
     """Return a batch with the same tensors in new containers."""
-    # Mappings of other classes, such as those of tokenizers, are no nodes of a tree.
-    return tree_map(lambda leaf: copy.copy(leaf) if isinstance(leaf, Mapping) else leaf, batch)
+    return tree_map(_own_object, batch)
+
+
+def _own_object(leaf: Any) -> Any:  # noqa: ANN401
+    # Mappings of other classes, such as those of tokenizers, and objects with attributes are no nodes of a tree.
+    if isinstance(leaf, Mapping):
+        return copy.copy(leaf)
+    has_attributes = hasattr(leaf, "__dict__")  # introspection: batches may be objects of any class
+    return copy.copy(leaf) if has_attributes and not isinstance(leaf, torch.Tensor | nn.Module | type) else leaf

@@ -29,7 +29,7 @@ from d9d_lightning.gradients.precision import NormScope
 from d9d_lightning.metrics.domains import MetricDomains
 from d9d_lightning.pipeline.call import PipelineCall
 from d9d_lightning.pipeline.stage_cut import nearest
-from d9d_lightning.pipeline.stages import PipelineStages, build_stages, plan_cut
+from d9d_lightning.pipeline.stages import PipelineStages, StageModule, build_stages, plan_cut
 from d9d_lightning.placements.explain import StageMap
 
 __all__ = ["Pipeline", "PipelineOptions", "check_cut", "cut_module", "map_stages", "pipeline_of"]
@@ -70,7 +70,7 @@ class Pipeline:
     options: PipelineOptions
     call: PipelineCall
     """Stands in for the submodule that was cut."""
-    stages: list[nn.Module]
+    stages: list[StageModule]
     """Stages of this rank, in stage order."""
     info: PipelineScheduleInfo[Any, Any, Any]
     """The schedule that trains them, and which stages are where."""
@@ -189,13 +189,13 @@ def cut_module(module: LightningModule, context: DistributedContext, options: Pi
     indices = [stage.current_stage for stage in own]
     built = build_stages(submodule, options.stages, names, ranges, indices, run_in=stage_context)
     by_index = dict(zip(indices, built, strict=True))
-    info, stages = build_schedule(context, options.schedule, lambda stage: by_index[stage.current_stage])
+    info, _ = build_schedule(context, options.schedule, lambda stage: by_index[stage.current_stage])
     pipeline = Pipeline(
         options=options,
         call=PipelineCall(options.module_name, submodule),
-        stages=stages,
+        stages=list(built),
         info=info,
-        forward_only=build_forward_schedule(context, options.schedule, stages),
+        forward_only=build_forward_schedule(context, options.schedule, built),
         context=stage_context,
         cut=cut,
         domains=MetricDomains(context, last_pp_rank=_host_of_last_stage(info.stages_by_rank)),

@@ -21,6 +21,10 @@ _CONSUMERS = {
 }
 """Hook that gets the outputs of a step. Predictions are what the Trainer returns, so they are always wanted."""
 
+# `__name__`: the name of our package is another where a file is loaded for pytorch_lightning, see [Note: two Lightnings].
+_OWN_PACKAGES = ("lightning", "pytorch_lightning", "lightning_fabric", __name__.split(".", 1)[0])
+"""Packages with callbacks that do not look at outputs."""
+
 
 class OutputExchange:
     """Shares outputs over a pipeline, if a hook of the module or of a callback takes them.
@@ -52,6 +56,10 @@ class OutputExchange:
         dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
         self._wanted = dict(zip(_CONSUMERS, map(bool, flags.tolist()), strict=True))
 
+    def wants(self, name: str) -> bool:
+        """Tell whether anybody looks at the outputs of a step, here or on another rank."""
+        return self._wanted.get(name, True)
+
     # `Any`: the user's own outputs.
     def share(self, name: str, build: Callable[[], PyTree[Any]]) -> PyTree[Any]:
         """Return the output of a step, on its way over the host; None if nobody looks at it. Collective, if so.
@@ -63,7 +71,7 @@ class OutputExchange:
         Raises:
             RuntimeError: On all ranks, if `build` fails, or the output can not be sent.
         """
-        if not self._wanted.get(name, True):
+        if not self.wants(name):
             return None
         is_source = self._group.rank() == self._source
         message: list[tuple[PyTree[Any], str | None]] = [(None, None)]
@@ -95,7 +103,7 @@ def _looks_at_outputs(hook: str) -> Callable[[Callback], bool]:
         if hook in vars(callback):
             # Lightning's LambdaCallback has the user's functions in its instances.
             return True
-        is_ours = type(callback).__module__.split(".", 1)[0] in ("lightning", "d9d_lightning")
+        is_ours = type(callback).__module__.split(".", 1)[0] in _OWN_PACKAGES
         return not is_ours and is_overridden(hook, callback, parent=Callback)
 
     return looks

@@ -331,7 +331,25 @@ class StageModule(nn.Module):
         with self._run_in():
             for layer, route in zip(self._in_order, routes.layers[self._own], strict=True):
                 value = layer(value) if route is None else route.run(layer, value, shared)
+        if torch.is_grad_enabled() and not self.info.is_current_stage_last:
+            return self._with_gradients(value)
         return value
+
+    def _with_gradients(self, output: PyTree[Any]) -> PyTree[Any]:
+        """Let the output of a frozen stage take gradients all the same.
+
+        Stages agree once on what has gradients, and a callback may unfreeze the stage later.
+        """
+        if isinstance(output, torch.Tensor) and output.requires_grad:
+            return output
+        if all(parameter.requires_grad for parameter in self.parameters()):
+            return output
+        return tree_map_only(torch.Tensor, _requiring_grad, output)
+
+    def further_arguments(self, call: PipelinedCall) -> list[Any]:
+        """Return the arguments of the pipelined call but for the one that goes through the stages."""
+        value = self._calls.value(call)
+        return [each for each in (*call.args, *call.kwargs.values()) if each is not value]
 
     def stage_transfer_spec(self, pipeline_input: PipelinedCall, boundary: StageBoundary) -> PyTree[TensorSpec]:
         """Describe the tensors that cross a boundary of the stage, without running it; see `StageShapes.spec`.
@@ -379,6 +397,11 @@ def build_stages(
         )
         for stage in own_stages
     )
+
+
+def _requiring_grad(tensor: torch.Tensor) -> torch.Tensor:
+    can_have = tensor.is_floating_point() or tensor.is_complex()
+    return tensor if tensor.requires_grad or not can_have else tensor.detach().requires_grad_()
 
 
 # Measuring

@@ -7,20 +7,23 @@ import dataclasses
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Self
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 from torchmetrics import Metric
 
 from d9d.core.fsdp_internals import fsdp_units
-from d9d.core.pytree import tree_leaves
+from d9d.core.pytree import tree_leaves, tree_map_only
 from d9d.core.types import PyTree
 from d9d.internals.determinism import seeded
-from d9d_lightning.gradients.loss_weights import LossWeights
+from d9d.internals.fsdp_accumulation import FsdpAccumulation
+from d9d_lightning.gradients.loss_weights import LossWeights, merge_training_outputs
 from d9d_lightning.logs.exchange import LogExchange
 from d9d_lightning.logs.replay import LogRecorder, replay
 from d9d_lightning.pipeline.call import CapturedCall, own_containers, unchanged_batch
@@ -91,6 +94,9 @@ class PipelineSteps:
         self._logs = LogExchange(module, pipeline.group, pipeline.last_rank, pipeline.device)
         self._outputs = OutputExchange(trainer, module, pipeline.group, pipeline.last_rank, pipeline.device)
         self._outside_buffers = _OutsideBuffers(module, pipeline)
+        # Replicas may have different numbers of microbatches, and each gathering is a collective.
+        for stage in pipeline.stages:
+            FsdpAccumulation([stage]).start_pack(2)
         self._gradients: PipelineGradients | None = None
         self._scale = torch.ones(())
         self._handles: list[RemovableHandle] = []
@@ -131,23 +137,31 @@ class PipelineSteps:
         runs = [run for of_batch in by_batch for run in of_batch]
         losses: dict[int, torch.Tensor] = {}
         extras: dict[int, dict[str, Any]] = {}
+        last = range(len(runs) - len(by_batch[-1]), len(runs))
+        wanted = last if self._outputs.wants("training_step") else range(0)
 
         def run_loss(output: PyTree[Any], index: int) -> torch.Tensor:
             result = runs[index].finish(output)
             share = runs[index].part.weight / len(window)
             loss = self._loss_weights.weigh(_loss_of(result), result, share)
             losses[index] = loss.detach()
-            extras[index] = _without_loss(result)
+            if index in wanted:
+                extras[index] = _without_loss(result)
             # What on_before_backward logs goes to the other ranks as well, which do not run it.
             with self._recorder.recording(runs[index].part.batch):
                 return precision.pre_backward(loss, module)
 
+        if isinstance(precision, MixedPrecision) and precision.scaler is not None:
+            # It makes its scale when it is first used, but most ranks see no loss.
+            precision.scaler.scale(torch.zeros((), device=self._pipeline.device))
         gradients.start_pack(len(runs))
-        self._pipeline.training.step(tuple(runs), tuple(runs), run_loss)
+        with self._own_random_numbers("training_step", *progress):
+            self._pipeline.training.step(tuple(runs), tuple(runs), run_loss)
         loss = self._finish_gradients(gradients, [losses[index] for index in sorted(losses)])
         self._outside_buffers.share()
-        last = range(len(runs) - len(by_batch[-1]), len(runs))
-        extra = self._outputs.share("training_step", lambda: _merge([extras[index] for index in last], by_batch[-1]))
+        extra = self._outputs.share(
+            "training_step", lambda: _merge_training([extras[index] for index in last], by_batch[-1])
+        )
         precision.post_backward(loss, module)
         return {**(extra or {}), "loss": loss}
 
@@ -178,7 +192,8 @@ class PipelineSteps:
         def finish(output: PyTree[Any], index: int) -> None:
             results[index] = runs[index].finish(output)
 
-        self._pipeline.forward_only.step(tuple(runs), tuple(runs), finish)
+        with self._own_random_numbers(name, self._num_evaluations):
+            self._pipeline.forward_only.step(tuple(runs), tuple(runs), finish)
         if name != "predict_step":
             self._replay([] if self._pipeline.has_last_stage else None)
         return self._outputs.share(name, lambda: _merge([results[index] for index in range(len(runs))], runs))
@@ -188,6 +203,11 @@ class PipelineSteps:
         entries, values = self._logs.share(self._recorder.take() if self._pipeline.has_last_stage else None, values)
         replay(self._module, entries)
         return values
+
+    def end_evaluation(self) -> None:
+        """Share what steps have left in buffers outside the stages, and free what is gathered. All ranks must call it."""
+        self._outside_buffers.share()
+        self.free_gathered()
 
     def free_gathered(self) -> None:
         """Let ``parameters()`` show the shards, after an optimizer step or an evaluation."""
@@ -199,6 +219,8 @@ class PipelineSteps:
         """Free what the run has needed; the stages stay."""
         for handle in self._handles:
             handle.remove()
+        # The plugin knows the strategy, and so the module, which must not be kept by its own stages.
+        self._pipeline.context.use(contextlib.nullcontext)
         if self._gradients is not None:
             self._pipeline.training.set_backward_observer(None)
             self._gradients.release()
@@ -209,6 +231,14 @@ class PipelineSteps:
             _Run(self, name, arguments, part, zlib.crc32(repr((self._seed, name, *progress, index)).encode()))
             for index, part in enumerate(split_batch(arguments.batch, self._num_microbatches, self._module))
         ]
+
+    def _own_random_numbers(self, name: str, *progress: int) -> AbstractContextManager[None]:
+        """Let stages draw numbers of their own, and the generators of the ranks of a pipeline stay equal.
+
+        Samplers and transforms in this process draw from these generators, on each rank for itself.
+        """
+        key = (self._seed, name, *progress, "stages", self._pipeline.group.rank())
+        return seeded(zlib.crc32(repr(key).encode()), self._pipeline.device)
 
     # For the microbatches
 
@@ -224,7 +254,7 @@ class PipelineSteps:
         ):
             call = pipeline.call.capture(name, run.step(self._method(name), batch), needs_grad=is_training)
         if is_training and len(pipeline.stages) > 1:
-            _refuse_shared_graph(name, call)
+            _refuse_shared_graph(name, pipeline.stages[0].further_arguments(call))
         if not pipeline.has_first_stage:
             call.forget_values()
         return call
@@ -337,8 +367,8 @@ def _forget_input(stage: nn.Module, args: tuple[Any, ...], output: object) -> No
     args[0].call.forget_values()
 
 
-def _refuse_shared_graph(name: str, call: CapturedCall) -> None:
-    shared = tree_leaves([call.args[1:], call.kwargs if call.args else {}])
+def _refuse_shared_graph(name: str, further_arguments: Sequence[Any]) -> None:
+    shared = tree_leaves(list(further_arguments))
     if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in shared):
         raise NotImplementedError(
             f"{name} gives the pipelined call a further argument that needs a gradient, and the schedule has several "
@@ -359,7 +389,13 @@ def _loss_of(result: PyTree[Any]) -> torch.Tensor:
 
 
 def _without_loss(result: PyTree[Any]) -> dict[str, Any]:
-    return {key: value for key, value in result.items() if key != "loss"} if isinstance(result, Mapping) else {}
+    """Return what a step has returned beside the loss, without graphs."""
+    entries = {key: value for key, value in result.items() if key != "loss"} if isinstance(result, Mapping) else {}
+    return tree_map_only(torch.Tensor, torch.Tensor.detach, entries)
+
+
+def _merge_training(results: Sequence[PyTree[Any]], runs: Sequence[_Run]) -> PyTree[Any]:
+    return merge_training_outputs(results, [run.part.weight for run in runs])
 
 
 def _merge(results: Sequence[PyTree[Any]], runs: Sequence[_Run]) -> PyTree[Any]:

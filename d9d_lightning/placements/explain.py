@@ -196,12 +196,14 @@ def steps_line(
         return f"split, {cut}, forward and backward in turn" if cut else native
     place = f"pipeline over {params.pipeline_parallel} ranks ({schedule})"
     if accumulate is None:
-        window = "the batches that accumulate_grad_batches puts together run as one pack"
+        window = "" if cut else "the batches that accumulate_grad_batches puts together run as one pack"
     elif accumulate > 1:
         window = f"{accumulate} batches, those of an accumulation window, run as one pack"
     else:
         window = "" if cut else "each batch is one microbatch, so stages wait for each other: set microbatches"
     feeder = "split" if accumulate == 1 else "gather"
+    if accumulate is None and cut:
+        feeder = "split (gather, if accumulate_grad_batches > 1)"
     return f"{feeder}, {place}: " + "; ".join(text for text in (cut, window) if text)
 
 

@@ -8,11 +8,13 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins import LayerSync, TorchSyncBatchNorm
 from lightning.pytorch.plugins.precision import Precision
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torchmetrics import Metric
 
 from d9d.core.dist_context import DENSE_DOMAIN, DistributedContext
 from d9d.internals.materialize import materialize_module
-from d9d_lightning.pipeline.cut import Pipeline, PipelineOptions, cut_module
+from d9d_lightning.pipeline.cut import Pipeline, PipelineOptions, cut_module, pipeline_of
+from d9d_lightning.placements.fsdp_steps import show_module_shards
 from d9d_lightning.placements.parallelize import broadcast_packed, broadcast_values, parallelize_module
 from d9d_lightning.placements.plan import ParallelPlan, resolve_plan
 
@@ -54,15 +56,44 @@ def set_up_module(
     if not is_meta:
         module.to(device)
     if context is not None:
-        if pipeline is None:
-            broadcast_values([*module.parameters(), *module.buffers()], context.groups[0])
-        else:
-            _equalise_stages(module, pipeline, context)
+        _equalise(module, pipeline, context)
         roots = None if pipeline is None else pipeline.stages
         parallelize_module(module, context, plan, resolved=resolved, roots=roots)
     if is_meta:
         group = None if context is None else context.replica_group
         materialize_module(module, device, int(os.environ.get("PL_GLOBAL_SEED", "0")), group=group)
+
+
+def equalise_module(module: nn.Module, context: DistributedContext | None, device: torch.device) -> None:
+    """Bring what is new in a module of an earlier run onto the ranks too. All ranks must call it.
+
+    Since then the user may have exchanged layers or changed values, on each rank in another way. Plain parameters and
+    buffers move to the device, and get the values that `set_up_module` would give them. Distributed ones stay.
+
+    Args:
+        module: The module, distributed over these ranks.
+        context: Ranks of the job; None does nothing.
+        device: Device of this rank.
+    """
+    if context is None:
+        return
+    # A run that failed may have left gathered something else on each rank.
+    show_module_shards(module)
+    for owner in module.modules():
+        for parameter in owner.parameters(recurse=False):
+            if not isinstance(parameter, DTensor) and not parameter.is_meta:
+                parameter.data = parameter.data.to(device)
+        for name, buffer in owner.named_buffers(recurse=False):
+            if not isinstance(buffer, DTensor) and not buffer.is_meta:
+                buffer.data = buffer.data.to(device)
+    _equalise(module, pipeline_of(module), context)
+
+
+def _equalise(module: nn.Module, pipeline: Pipeline | None, context: DistributedContext) -> None:
+    if pipeline is None:
+        broadcast_values([*module.parameters(), *module.buffers()], context.groups[0])
+    else:
+        _equalise_stages(module, pipeline, context)
 
 
 def _equalise_stages(module: nn.Module, pipeline: Pipeline, context: DistributedContext) -> None:

@@ -68,19 +68,19 @@ def _tie_again(places: _Places) -> None:
 
 
 def share_random_state(context: DistributedContext) -> None:
-    """Let tensor-parallel peers go on with the random numbers of the first of them. All ranks must call it.
+    """Let tensor-parallel and pipeline peers go on with the random numbers of the first of them. All ranks must call it.
 
-    They compute the same activations, so they must read the same samples in the same order, augment them alike, and drop
-    the same elements. This takes the generators of Python, NumPy and PyTorch, that of the device included. Without
-    tensor parallelism it does nothing. It blocks the host.
+    They work on one batch, so they must read the same samples in the same order and augment them alike; tensor-parallel
+    peers must also drop the same elements, while stages draw numbers of their own. This takes the generators of Python,
+    NumPy and PyTorch, that of the device included. Without such peers it does nothing. It blocks the host.
     """
-    mesh = context.mesh_for(DENSE_DOMAIN)["tp"]
-    if mesh.size() == 1:
-        return
-    device = context.current_device
-    states = [(random.getstate(), np.random.get_state(), random_state(device))]
-    dist.broadcast_object_list(states, group=mesh.get_group(), group_src=0)
-    python_state, numpy_state, torch_states = states[0]
-    random.setstate(python_state)
-    np.random.set_state(numpy_state)
-    set_random_state(device, torch_states)
+    mesh, device = context.mesh_for(DENSE_DOMAIN), context.current_device
+    for dim in ("pp", "tp"):
+        if mesh[dim].size() == 1:
+            continue
+        states = [(random.getstate(), np.random.get_state(), random_state(device))]
+        dist.broadcast_object_list(states, group=mesh.get_group(dim), group_src=0)
+        python_state, numpy_state, torch_states = states[0]
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+        set_random_state(device, torch_states)

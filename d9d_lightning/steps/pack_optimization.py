@@ -30,10 +30,10 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from d9d.core.types import PyTree
-from d9d_lightning.gradients.loss_weights import LossWeights
+from d9d_lightning.gradients.loss_weights import LossWeights, merge_training_outputs
 from d9d_lightning.logs.replay import LogRecorder, replay
 from d9d_lightning.pipeline.step import PipelineSteps, StepArguments
-from d9d_lightning.steps.microbatches import merge_outputs, split_batch
+from d9d_lightning.steps.microbatches import split_batch
 
 __all__ = ["PackOptimization", "WaitingOutputs", "check_pipeline_optimizers", "check_steps", "window_size"]
 
@@ -229,7 +229,7 @@ class PackOptimization(_AutomaticOptimization):
             replay(self._module, self._recorder.take())
         if outputs[0] is None:
             return ClosureResult(None)
-        merged = merge_outputs(outputs, [microbatch.weight for microbatch in microbatches])
+        merged = merge_training_outputs(outputs, [microbatch.weight for microbatch in microbatches])
         return ClosureResult.from_training_step_output(merged, num_batches)
 
     def _profiled(self, name: str) -> contextlib.AbstractContextManager[None]:

@@ -24,7 +24,7 @@ from d9d_lightning.metrics.install import install_metric_sync
 from d9d_lightning.pipeline.cut import pipeline_of
 from d9d_lightning.pipeline.gradients import PipelineGradients
 from d9d_lightning.pipeline.step import PipelineSteps, StepArguments
-from d9d_lightning.placements.fsdp_steps import FsdpSteps
+from d9d_lightning.placements.fsdp_steps import FsdpSteps, show_module_shards
 from d9d_lightning.placements.module_setup import ModelBuffers
 from d9d_lightning.placements.parallelize import FlagFollower, data_parallel_groups
 from d9d_lightning.steps.pack_optimization import PackOptimization, check_pipeline_optimizers
@@ -68,18 +68,14 @@ class TrainerRun:
         self._context = context
         self._device = device
         self._num_replicas = num_replicas
+        self._num_microbatches = num_microbatches
         self._buffers: ModelBuffers | None = None
         self._gradients: DataParallelGradients | None = None
         self._flags: FlagFollower | None = None
         self._fsdp: FsdpSteps | None = None
         self._correction: float | torch.Tensor = 1.0
         self._signals: AgreedSignals | None = None
-        self._batches: BatchAgreement | None = None
-        if context is not None:
-            self._signals = AgreedSignals.install(trainer, context)
-            install_summaries(trainer)
-            self._batches = BatchAgreement(context)
-            _evaluate_without_inference_mode(trainer)
+        self._batches = None if context is None else BatchAgreement(context)
         loss_weights = LossWeights(None if context is None else context.replica_group, device)
         pipeline = pipeline_of(module)
         self._pipeline_steps = None
@@ -106,6 +102,11 @@ class TrainerRun:
             block_sums=self.block_sums,
             correct_gradients=self._correcting_gradients,
         )
+        # Last: what fails above leaves the Trainer as it was.
+        if context is not None:
+            self._signals = AgreedSignals.install(trainer, context)
+            install_summaries(trainer)
+            _evaluate_without_inference_mode(trainer)
 
     def start_training(
         self,
@@ -152,6 +153,9 @@ class TrainerRun:
             device=self._device,
             stays_gathered=stays_gathered,
         )
+        if self._num_microbatches > 1 and stays_gathered:
+            # A short batch may have one microbatch on some ranks only, and each gathering is a collective.
+            self._gradients.keep_gathered()
         if len(optimizers) == 1:
             for optimizer in (*optimizers, *lightning_optimizers):
                 self._gradients.follow_zero_grad(optimizer)
@@ -238,11 +242,6 @@ class TrainerRun:
         if self._batches is not None and stage is not None:
             self._batches.check(batch, stage)
 
-    @property
-    def has_pipeline(self) -> bool:
-        """Whether steps run over a pipeline."""
-        return self._pipeline_steps is not None
-
     def evaluate(self, name: str, args: tuple[Any, ...], run: Callable[..., Any]) -> Any:  # noqa: ANN401
         """Run a step of validation, test or prediction.
 
@@ -264,6 +263,13 @@ class TrainerRun:
         """Use the buffers of the first replica everywhere, as DDP does. All ranks must call it."""
         self.sync_new_metrics()
         self._take_buffers()
+
+    def end_evaluation(self) -> None:
+        """Let ``parameters()`` show the shards again: without a backward pass FSDP leaves some gathered."""
+        if self._pipeline_steps is not None:
+            self._pipeline_steps.end_evaluation()
+        elif self._context is not None:
+            show_module_shards(self._module)
 
     # Buffers
 

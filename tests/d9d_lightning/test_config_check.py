@@ -80,6 +80,12 @@ def problems_of(mesh=None, num_devices=4, num_nodes=1, **options):
         ({"microbatches": 0}, ["microbatches (0) must be a whole number of at least 1"]),
         ({"microbatches": True}, ["microbatches (True)"]),
         ({"microbatches": 2.0}, ["microbatches (2.0)"]),
+        ({"bucket_size_mb": 0}, ["bucket_size_mb (0) must be a number of more than 0"]),
+        ({"min_unit_params": -1}, ["min_unit_params (-1) must be a number of at least 0"]),
+        ({"min_unit_params": 0, "bucket_size_mb": 0.5, "timeout_s": 1e-3}, []),
+        ({"timeout_s": 0.0}, ["timeout_s (0.0) must be a number of more than 0, in seconds, or None"]),
+        ({"timeout_s": float("inf")}, ["timeout_s (inf)"]),
+        ({"timeout_s": "5"}, ["timeout_s ('5')"]),
         ({"schedule": "1f2b"}, ["schedule '1f2b' is not known"]),
         ({"schedule": "inference"}, ["runs no backward passes"]),
         ({"schedule": PipelineScheduleInferenceConfig()}, ["runs no backward passes"]),
@@ -122,8 +128,9 @@ def test_notebooks_run_no_scripts(monkeypatch):
 
 
 def test_all_problems_come_in_one_error():
-    strategy = D9DStrategy({"pipeline_parallel": 2}, schedule="none", microbatches=0)
+    numbers = {"microbatches": 0, "bucket_size_mb": -1, "min_unit_params": -2, "timeout_s": 0}
+    strategy = D9DStrategy({"pipeline_parallel": 2}, schedule="none", **numbers)
     with pytest.raises(ValueError, match="D9DStrategy cannot run as it is configured") as error:
         plain_trainer(strategy=strategy, devices=3)
-    assert str(error.value).count("\n- ") == 4
+    assert str(error.value).count("\n- ") == 7
     assert not dist.is_initialized()

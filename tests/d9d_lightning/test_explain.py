@@ -89,7 +89,10 @@ def test_how_steps_run():
     params = D9DStrategy({"pipeline_parallel": 2}).mesh
     place = "pipeline over 2 ranks (1f1b)"
     assert steps_line(params, 4, "1f1b", 1) == f"split, {place}: each batch is cut into 4 microbatches"
-    assert "accumulate_grad_batches" in steps_line(params, None, "1f1b")
+    window = "the batches that accumulate_grad_batches puts together run as one pack"
+    assert steps_line(params, None, "1f1b") == f"gather, {place}: {window}"
+    unknown = f"split (gather, if accumulate_grad_batches > 1), {place}: each batch is cut into 4 microbatches"
+    assert steps_line(params, 4, "1f1b") == unknown
     assert steps_line(params, None, "1f1b", 3).startswith(
         f"gather, {place}: 3 batches, those of an accumulation window"
     )

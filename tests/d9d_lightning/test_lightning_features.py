@@ -269,6 +269,27 @@ CASES = {
     "fit_and_more": Case(act=fit_and_more),
 }
 
+SAMPLE = {
+    "plain",
+    "accumulate_3_short_window",
+    "accumulation_scheduler",
+    "limit_batches",
+    "val_check_interval_int",
+    "fast_dev_run",
+    "stop_within_window",
+    "barebones",
+    "two_val_loaders",
+    "reduce_on_plateau",
+    "clip_norm",
+    "own_steps",
+    "returns_dict",
+    "logs",
+    "best_checkpoint",
+    "early_stopping",
+    "fit_and_more",
+}
+NAMES = [name if name in SAMPLE else pytest.param(name, marks=pytest.mark.exhaustive) for name in CASES]
+
 
 def files_below(folder):
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*.ckpt"))
@@ -334,13 +355,13 @@ def check_case(case, variants, folder):
 
 
 @pytest.mark.world_size(1)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", NAMES)
 def test_one_process_is_as_without_the_strategy(name, tmp_path):
     check_case(CASES[name], WORLD_1, tmp_path)
 
 
 @pytest.mark.world_size(2)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", NAMES)
 def test_two_processes_are_as_one(name, tmp_path):
     check_case(CASES[name], WORLD_2, tmp_path)
 

@@ -105,6 +105,40 @@ def test_a_step_without_weight_is_refused_on_all_ranks_and_changes_nothing(axis)
     assert all(full(parameter).item() == 1.0 for parameter in module.parameters())
 
 
+class Rows(Tokens):
+    """The loss of a microbatch is the sum over its rows, and notes what hooks see of the batch."""
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.outputs = outputs
+
+
+def outputs_of_rows(mesh, values, counts, **options):
+    batch = (torch.tensor(values, dtype=torch.float64), torch.tensor(counts, dtype=torch.float64))
+    module = Rows().double()
+    options = {"microbatches": 2, **options}
+    build_trainer(mesh, strategy_options=options).fit(module, DataLoader([batch], batch_size=None))
+    return module.outputs
+
+
+@pytest.mark.world_size(1)
+@pytest.mark.parametrize(
+    ("values", "counts", "loss"),
+    # Two rows of a loss of 4 and weight 1, two of 0 and weight 3: (4 * 1 + 0 * 3) / 4. The loss without weight is 0 / 0.
+    [((4.0, 0.0), (1.0, 3.0), 1.0), ((4.0, 0.0, 0.0), (2.0, 0.0, 6.0), 1.0), ((4.0, 0.0), (2.0, 0.0), 4.0)],
+)
+def test_outputs_of_a_split_batch_are_weighed(values, counts, loss):
+    outputs = outputs_of_rows({}, values, counts)
+    assert outputs["loss"].item() == pytest.approx(loss, abs=1e-12)
+    assert outputs["loss_weight"].item() == sum(counts)
+
+
+@pytest.mark.world_size(2)
+def test_outputs_of_a_pipeline_are_weighed():
+    outputs = outputs_of_rows({"pipeline_parallel": 2}, (4.0, 0.0), (1.0, 3.0), pipeline_module="model")
+    assert outputs["loss"].item() == pytest.approx(1.0, abs=1e-12)
+    assert outputs["loss_weight"].item() == 4.0
+
+
 @pytest.mark.world_size(1)
 @pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf")])
 def test_weights_that_make_no_sense_are_refused(weight):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -61,6 +62,55 @@ def test_compiled_submodules(mesh, module_class):
     assert is_distributed == ("data_parallel_replicate" not in mesh)
 
 
+class Staged(Regression):
+    """The same with blocks that can be cut into stages."""
+
+    def __init__(self):
+        super().__init__()
+        self.model = nn.Sequential(*self.blocks)
+        del self.blocks
+
+    def forward(self, x):
+        return self.head(self.model(x)).squeeze(-1)
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val", F.mse_loss(self(batch[0]), batch[1]))
+
+    def on_before_optimizer_step(self, optimizer):
+        pass
+
+
+def state_of_ranks(module):
+    state = full_state(module)
+    states = [None] * dist.get_world_size()
+    dist.all_gather_object(states, state)
+    return states
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("axis", ["data_parallel_replicate", "data_parallel_shard", "pipeline_parallel"])
+def test_a_layer_that_was_exchanged_between_runs_is_equal_on_all_ranks(axis):
+    module = seeded(Staged)
+    samples = make_samples(BATCH)
+    trainer = build_trainer({axis: 2}, strategy_options={"pipeline_module": "model"})
+    rank, size = (0, 1) if axis == "pipeline_parallel" else (dist.get_rank(), 2)
+    trainer.fit(module, rank_loader(samples, BATCH, rank, size))
+    module.head = nn.Linear(NUM_FEATURES, 1, dtype=torch.float64)
+    nn.init.constant_(module.head.weight, float(dist.get_rank() + 1))
+    module.register_buffer("offset", torch.full((2,), float(dist.get_rank() + 1)))
+    trainer.validate(module, rank_loader(samples, BATCH, rank, size), verbose=False)
+    first, second = state_of_ranks(module)
+    assert {"head.weight", "head.bias", "offset"} <= first.keys() & second.keys()
+    torch.testing.assert_close(first["head.weight"], torch.ones_like(first["head.weight"]))
+    for name in first.keys() & second.keys():
+        assert torch.equal(first[name], second[name]), name
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(module, rank_loader(samples, BATCH, rank, size))
+    first, second = state_of_ranks(module)
+    assert torch.equal(first["head.weight"], second["head.weight"])
+    assert not torch.equal(first["head.weight"], torch.ones_like(first["head.weight"]))
+
+
 class WithNorm(Regression):
     """Has a batch norm that it does not use: torch's synchronised one runs on GPUs only."""
 
@@ -81,3 +131,17 @@ def test_batch_norms_see_each_batch_once(other):
     group = module.norm.process_group or dist.group.WORLD
     expected = [dist.get_rank() % 2, dist.get_rank() % 2 + 2] if other else [0, 1, 2, 3]
     assert dist.get_process_group_ranks(group) == expected
+
+
+@pytest.mark.world_size(2)
+def test_batch_norms_of_a_module_that_was_validated_first_are_synchronised():
+    class Validated(WithNorm):
+        def validation_step(self, batch, batch_idx):
+            self.log("val", self.norm(batch[0]).sum())
+
+    module = seeded(Validated)
+    trainer = build_trainer({"data_parallel_replicate": 2}, sync_batchnorm=True)
+    loader = rank_loader(make_samples(BATCH), BATCH, dist.get_rank(), 2)
+    trainer.validate(module, loader, verbose=False)
+    trainer.fit(module, loader)
+    assert isinstance(module.norm, nn.SyncBatchNorm)

@@ -1,5 +1,6 @@
 """Clipping over the mesh, with hand-set gradients."""
 
+import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
@@ -7,6 +8,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.utils.data import DataLoader
 
 from d9d.core.dist_context import DENSE_DOMAIN, DeviceMeshParameters
 from d9d.core.placement import local_tensor
@@ -62,7 +64,7 @@ def test_norm_counts_shards_once_each_and_replicas_once():
     norms = []
     strategy = D9DStrategy({"data_parallel_shard": 2})
     plugin = strategy.precision_plugin
-    install_mesh_clipping(plugin, strategy.mesh, norms.append)
+    install_mesh_clipping(plugin, norms.append)
     for rest, norm in (((), 13.0), ((84.0,), 85.0)):
         parameters = clip_oracle(*rest)
         plugin.clip_gradients(torch.optim.SGD(parameters, lr=1.0), 8.5)
@@ -75,7 +77,7 @@ def test_norm_counts_shards_once_each_and_replicas_once():
 def test_values_are_limited_on_every_layout():
     strategy = D9DStrategy({"data_parallel_shard": 2})
     plugin = strategy.precision_plugin
-    install_mesh_clipping(plugin, strategy.mesh, lambda norm: None)
+    install_mesh_clipping(plugin, lambda norm: None)
     parameters = clip_oracle(-84.0)
     plugin.clip_gradients(torch.optim.SGD(parameters, lr=1.0), 3.5, "value")
     assert local_gradients(parameters) == [min(3.0 + dist.get_rank(), 3.5), 3.5, -3.5]
@@ -122,7 +124,7 @@ def test_infinite_norm_is_seen_by_all_ranks(bad_rank):
     norms = []
     strategy = D9DStrategy({"data_parallel_shard": 2})
     plugin = strategy.precision_plugin
-    install_mesh_clipping(plugin, strategy.mesh, norms.append)
+    install_mesh_clipping(plugin, norms.append)
     parameter = parameter_with_gradient(float("inf") if dist.get_rank() == bad_rank else 1.0, "shard")
     plugin.clip_gradients(torch.optim.SGD([parameter], lr=1.0), 1.0)
     assert norms[0].isinf()
@@ -199,10 +201,53 @@ def test_scaled_gradients_are_those_of_one_process(mesh):
     torch.testing.assert_close(module.seen_gradients, one.seen_gradients, rtol=1e-2, atol=1e-3)
 
 
-def test_loss_scaling_of_stages_is_refused():
-    strategy = D9DStrategy({"pipeline_parallel": 2})
-    with pytest.raises(NotImplementedError, match="pipeline_parallel > 1"):
-        strategy.precision_plugin = MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu"))
+@pytest.mark.parametrize("mesh", [{"data_parallel_shard": -1}, None, {"pipeline_parallel": -1}], ids=str)
+def test_scales_are_agreed_on_meshes_that_the_trainer_completes(mesh):
+    plugin = MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu"))
+    strategy = D9DStrategy(mesh, pipeline_module="model")
+    L.Trainer(strategy=strategy, accelerator="cpu", devices=2, plugins=[plugin], logger=False)
+    assert "_unscale_grads_" in vars(plugin.scaler)
+
+
+class HalfStack(L.LightningModule):
+    """A loss that overflows in half precision for one batch, on the last stage alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+        self.seen = []
+
+    def training_step(self, batch, batch_idx):
+        loss = self.model(batch).square().mean()
+        return loss * float("inf") if batch_idx == 1 else loss
+
+    def on_before_optimizer_step(self, optimizer):
+        self.seen.append({name: full(p.grad) for name, p in self.named_parameters() if p.grad is not None})
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.world_size(2)
+def test_stages_scale_losses_and_skip_steps_together():
+    """Three batches of which the second is not finite: two updates, and half the scale afterwards, on both ranks."""
+    batches = list(torch.randn(3, 2, 4, generator=torch.Generator().manual_seed(0)))
+    loader = DataLoader(batches, batch_size=None)
+    results = []
+    for strategy in (D9DStrategy({"pipeline_parallel": 2}, pipeline_module="model"), None):
+        plugin = MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=2.0**8))
+        module = seeded(HalfStack, dtype=torch.float32)
+        if strategy is None:
+            plain_trainer(plugins=[plugin]).fit(module, loader)
+        else:
+            plugins = [PoolEnvironment(), plugin]
+            plain_trainer(strategy=strategy, devices=2, plugins=plugins).fit(module, loader)
+        results.append((module, plugin.scaler.get_scale()))
+    (module, scale), (one, expected_scale) = results
+    assert scale == expected_scale == 2.0**7
+    own = module.state_dict()
+    assert 0 < len(own) < 4
+    torch.testing.assert_close(own, {name: one.state_dict()[name] for name in own}, rtol=1e-2, atol=1e-3)
 
 
 # Precisions
@@ -247,7 +292,7 @@ def test_copies_outside_of_the_stages_count_once():
     norms = []
     strategy = D9DStrategy({"pipeline_parallel": 2})
     plugin = strategy.precision_plugin
-    install_mesh_clipping(plugin, strategy.mesh, norms.append, lambda: scope)
+    install_mesh_clipping(plugin, norms.append, lambda: scope)
     plugin.clip_gradients(torch.optim.SGD([outside, inside], lr=1.0), 8.5)
     norm = (36.0**2 + 77.0**2 + 2.0**2) ** 0.5
     assert norms[0].item() == pytest.approx(norm)
@@ -262,7 +307,7 @@ def test_norms_of_stages():
     norms = []
     strategy = D9DStrategy({"pipeline_parallel": 2})
     plugin = strategy.precision_plugin
-    install_mesh_clipping(plugin, strategy.mesh, norms.append, lambda: NormScope(pipeline=pipeline))
+    install_mesh_clipping(plugin, norms.append, lambda: NormScope(pipeline=pipeline))
     plugin.clip_gradients(torch.optim.SGD([parameter], lr=1.0), 8.5)
     assert norms[0].item() == 85.0
     assert local_gradients([parameter]) == pytest.approx([(3.6, 7.7)[dist.get_rank()]], rel=1e-6)
