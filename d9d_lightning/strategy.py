@@ -18,12 +18,13 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from d9d.core.dist_context import DeviceMeshParameters, DistributedContext
+from d9d.core.dist_context import DENSE_DOMAIN, DeviceMeshParameters, DistributedContext
 from d9d.core.mesh_groups import RankLayout
 from d9d_lightning.checkpoints.checkpoint import (
     StageCut,
@@ -281,6 +282,9 @@ class D9DStrategy(ParallelStrategy):
             self._context.set_timeout(self._timeout_s)
         if self.lightning_module is not None:
             self._failure = RunFailure(self._context, self.lightning_module.trainer, self._timeout_s)
+            if is_overridden("configure_model", self.lightning_module):
+                # Only there, since a module that holds groups cannot be copied.
+                self.lightning_module._device_mesh = self._context.mesh_for(DENSE_DOMAIN)
 
     @override
     def connect(self, model: LightningModule) -> None:
@@ -297,12 +301,8 @@ class D9DStrategy(ParallelStrategy):
             raise RuntimeError("the strategy is not connected to a Trainer")
         self.accelerator.setup(trainer)
         is_fitting = trainer.state.fn == TrainerFn.FITTING
-        check_steps(
-            module,
-            num_microbatches=self._microbatches or 1,
-            has_pipeline=self.mesh.has_pipeline_parallel,
-            is_fitting=is_fitting,
-        )
+        has_pipeline = self.mesh.has_pipeline_parallel
+        check_steps(module, self._microbatches or 1, has_pipeline=has_pipeline, is_fitting=is_fitting)
         if self._context is not None:
             share_random_state(self._context)
         options = self._pipeline_options

@@ -1,7 +1,7 @@
 """Checkpoints of a module that is cut into pipeline stages: one file, as a single process would have written it.
 
 Each pipeline rank has the parameters of its own stages, under the names they have in the whole module, and those outside
-the pipelined submodule, which are equal on all of them. What several ranks have is taken from the first one.
+the pipelined submodule, which are equal on all of them. What several ranks have is taken from the one with the last stage.
 """
 
 from collections import OrderedDict
@@ -157,11 +157,12 @@ def _exchange(part: _Part, group: dist.ProcessGroup) -> list[_Part]:
 
 
 def _owners(parts: Sequence[_Part], cut: StageCut) -> dict[_Place, int]:
-    """Return the first rank that has a value, for each, in the order of the whole module."""
+    """Return the rank that a value is taken from, for each, in the order of the whole module."""
     owners: dict[_Place, int] = {}
     for rank, part in enumerate(parts):
         for place in part.places:
-            owners.setdefault(place, rank)
+            if place not in owners or rank == cut.last_rank:
+                owners[place] = rank
     positions = [{name: index for index, name in enumerate(names)} for names in (cut.state_names, cut.parameter_names)]
     entries = {entry: index for index, entry in enumerate(dict.fromkeys(place.entry for place in owners))}
 

@@ -44,6 +44,8 @@ class StageCut:
     """Keys of the state dict of the whole module, in order."""
     group: dist.ProcessGroup
     """The ranks that have the stages; not the group that stages exchange activations over."""
+    last_rank: int = 0
+    """Rank in the group with the last stage, where steps run to their end: what others have too is as it is there."""
 
 
 class GroupPart(NamedTuple):
@@ -130,6 +132,11 @@ def set_up_together(setup: Callable[[], None], cut: StageCut | None) -> None:
         failure = error
     texts = all_gather_object(None if failure is None else f"{type(failure).__name__}: {failure}", cut.group)
     if failure is not None:
+        if "empty parameter list" in str(failure):
+            failure.add_note(
+                "This rank's stages have no parameter that the optimizer asks for, perhaps as they are frozen. Give it a "
+                "group, which may be empty: AdamW([{'params': [...]}])."
+            )
         raise failure
     problems = [f"pipeline rank {rank}: {text}" for rank, text in enumerate(texts) if text is not None]
     if problems:

@@ -34,7 +34,8 @@ class LossWeights:
         self._group = group
         self._device = device
         self._weights: list[torch.Tensor] = []
-        self._has_agreed = False
+        self._num_unweighted = 0
+        self._is_weighted: bool | None = None
 
     # `Any`: what the user's step has returned.
     def weigh(self, loss: torch.Tensor, output: PyTree[Any], share: float) -> torch.Tensor:
@@ -54,6 +55,7 @@ class LossWeights:
         """
         given = output.get(_KEY) if isinstance(output, Mapping) else None
         if given is None:
+            self._num_unweighted += 1
             return loss * share
         weight = torch.as_tensor(given).detach()
         if weight.numel() != 1:
@@ -68,10 +70,30 @@ class LossWeights:
             return torch.where(weight.to(loss.device) == 0, 0.0, loss)
         return loss * value
 
-    def take_own_total(self) -> torch.Tensor | None:
-        """Return the weight of the step on this rank, a scalar; None if it has none. Begins the next step."""
-        total = torch.stack(self._weights).sum() if self._weights else None
+    @property
+    def has_weights(self) -> bool:
+        """Whether a microbatch of this step came with a weight, on this rank."""
+        return bool(self._weights)
+
+    def clear(self) -> None:
+        """Forget a step that will not be finished."""
         self._weights.clear()
+        self._num_unweighted = 0
+
+    def take_own_total(self) -> torch.Tensor | None:
+        """Return the weight of the step on this rank, a scalar; None if it has none. Begins the next step.
+
+        Raises:
+            RuntimeError: If some microbatches of the step came with a weight, and others without.
+        """
+        num_weighted, num_unweighted = len(self._weights), self._num_unweighted
+        total = torch.stack(self._weights).sum() if self._weights else None
+        self.clear()
+        if num_weighted and num_unweighted:
+            raise RuntimeError(
+                f"training_step returned a {_KEY} for {num_weighted} of {num_weighted + num_unweighted} microbatches of a "
+                f"step. Return it always, or never."
+            )
         return total
 
     def inverse_total(self, own_total: torch.Tensor | None) -> torch.Tensor | None:
@@ -85,9 +107,17 @@ class LossWeights:
         Raises:
             RuntimeError: On all ranks, if some give weights and others do not, or the total is 0.
         """
-        if self._group is not None and not self._has_agreed:
-            self._has_agreed = True
-            _agree(own_total is not None, self._group, self._device)
+        is_weighted = own_total is not None
+        if self._is_weighted is None:
+            self._is_weighted = is_weighted
+            if self._group is not None:
+                _agree(is_weighted, self._group, self._device)
+        elif is_weighted != self._is_weighted:
+            # Other ranks would wait for the total, or not: this is not asked of them at each step.
+            raise RuntimeError(
+                f"training_step returned a {_KEY} in the first step {'and none' if self._is_weighted else 'not, but one'} "
+                f"now. Return it always, or never."
+            )
         if own_total is None:
             return None
         total = own_total.clone()

@@ -190,6 +190,7 @@ def cut_module(module: LightningModule, context: DistributedContext, options: Pi
     built = build_stages(submodule, options.stages, names, ranges, indices, run_in=stage_context)
     by_index = dict(zip(indices, built, strict=True))
     info, _ = build_schedule(context, options.schedule, lambda stage: by_index[stage.current_stage])
+    last_rank = _host_of_last_stage(info.stages_by_rank)
     pipeline = Pipeline(
         options=options,
         call=PipelineCall(options.module_name, submodule),
@@ -197,8 +198,8 @@ def cut_module(module: LightningModule, context: DistributedContext, options: Pi
         info=info,
         forward_only=build_forward_schedule(context, options.schedule, built),
         context=stage_context,
-        cut=cut,
-        domains=MetricDomains(context, last_pp_rank=_host_of_last_stage(info.stages_by_rank)),
+        cut=dataclasses.replace(cut, last_rank=last_rank),
+        domains=MetricDomains(context, last_pp_rank=last_rank),
         mesh=context.mesh_for(DENSE_DOMAIN)["pp"],
         device=context.current_device,
     )

@@ -1,30 +1,27 @@
 """What crosses the boundaries between stages, found by running the layers without data.
 
-[Note: layers without data]
-Every rank must know what the stages before its own send, though it has none of their layers. So before the module is cut,
-its layers are copied without their data: parameters and buffers of the copies are on the meta device. For a call of some
-form the copies run on fake tensors, which have shapes, types and a device, but no values, with fake parameters on the
-device of the call. This costs some milliseconds a layer and is kept for further calls of the same form. Collectives do
-nothing with fake tensors. Values that decide about shapes are not there: a layer that looks at them needs `transfer_spec`.
+See [Note: layers without data] of `dataless`.
 """
-# fake tensors have no public name yet (torch 2.13); the fallback of a copy takes modules apart
-# pyright: reportPrivateUsage=false
 
 import contextlib
-import copy
-import sys
-from collections.abc import Callable, Generator, Sequence
-from typing import Any, TypeAlias, cast
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 import torch
-from lightning.pytorch.utilities.seed import isolate_rng
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.overrides import TorchFunctionMode
 
-from d9d.core.pytree import tree_flatten, tree_leaves, tree_map_only
+from d9d.core.pytree import tree_flatten, tree_map_only
 from d9d.core.types import PyTree, TensorSpec
 from d9d_lightning.pipeline.call import CapturedCall
+from d9d_lightning.pipeline.dataless import (
+    copy_layers,
+    device_of,
+    fake_call,
+    new_fake_mode,
+    skip_sample_counts,
+    without_traces,
+)
+from d9d_lightning.pipeline.forward_check import ForwardCheck
 from d9d_lightning.pipeline.stage_calls import LayerCalls, LayerRoute, PipelinedCall
 from d9d_lightning.pipeline.stage_cut import Ranges, works_in_place
 
@@ -41,8 +38,6 @@ _MAX_KNOWN_FORMS = 4096
 """Forms of calls that are kept. More than all lengths of a text; a bound, as a call may hold a new object each time."""
 
 _PLAIN_TYPES = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size})
-_Memo: TypeAlias = dict[int, Any]
-"""What `copy.deepcopy` takes instead of a copy, by identity of the original."""
 
 
 # `Any` in this module: the user's own arguments and activations.
@@ -58,6 +53,7 @@ class StageShapes:
         *,
         run_in: ContextFactory = contextlib.nullcontext,
         transfer_spec: TransferSpec | None = None,
+        forward_check: ForwardCheck | None = None,
     ) -> None:
         """Copy the layers without their data; nothing of the module is kept.
 
@@ -69,20 +65,22 @@ class StageShapes:
             calls: What the layers are called with.
             run_in: What stages run in.
             transfer_spec: Asked instead, if given; no layer is copied then.
+            forward_check: Holds the module's own forward pass against its layers, before anything else is done for a call.
         """
         self._names = tuple(layer_names)
         self._ranges = ranges
         self._calls = calls
         self._run_in = run_in
         self._transfer_spec = transfer_spec
-        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._forward_check = forward_check
+        self._mode = new_fake_mode()
         self._live: Sequence[nn.Module] = ()
         self._by_device: dict[torch.device, list[nn.Module]] = {}
         self._known: dict[object, tuple[PyTree[TensorSpec], ...]] = {}
         # The last stage sends nothing on.
         num_sending = ranges[-1][0] if transfer_spec is None else 0
         layers = [pipelined.get_submodule(name) for name in layer_names[:num_sending]]
-        self._on_meta = self._copy_all(layers, torch.device("meta"))
+        self._on_meta = copy_layers(layers, torch.device("meta"), self._mode)
 
     def follow(self, live: Sequence[nn.Module]) -> None:
         """Let the copies be in training mode whenever these modules are.
@@ -104,10 +102,13 @@ class StageShapes:
         Raises:
             RuntimeError: A layer does not run without values.
             TypeError: See `LayerCalls.routes`.
+            ValueError: The module's own forward pass is another function; see `ForwardCheck`.
         """
+        if self._forward_check is not None:
+            self._forward_check.check(call)
         if self._transfer_spec is not None:
             return self._transfer_spec(boundary_index, *call.args, **call.kwargs)
-        device = _device_of(call)
+        device = device_of(call)
         key = (
             _signature(call.args),
             _signature(call.kwargs),
@@ -139,12 +140,9 @@ class StageShapes:
         """
         routes = self._calls.routes(call).layers
         found: list[PyTree[TensorSpec]] = []
-        with _without_traces(), self._run_in(), self._mode:
+        with without_traces(), self._run_in(), self._mode:
             layers = self._on_device(device)
-            fake = CapturedCall(
-                args=tree_map_only(torch.Tensor, self._fake, call.args),
-                kwargs=tree_map_only(torch.Tensor, self._fake, dict(call.kwargs)),
-            )
+            fake = fake_call(call, self._mode)
             value = self._calls.value(fake)
             for start, end in self._ranges[:-1]:
                 for index in range(start, end):
@@ -175,102 +173,21 @@ class StageShapes:
                 f"stages send by PipelineStages(transfer_spec=function of (stage, *arguments of the call))."
             ) from error
 
-    def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
-        if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
-            return self._mode.from_tensor(tensor.detach())
-        # Under the fake mode this makes a tensor without memory, and knows nothing of the original.
-        return torch.empty_strided(
-            tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device, requires_grad=tensor.requires_grad
-        )
-
     # Copies
 
     def _on_device(self, device: torch.device) -> list[nn.Module]:
         """Return the copies with fake parameters on a device, in the mode of the layers. The fake mode must be on."""
         if device not in self._by_device:
-            self._by_device[device] = self._copy_all(self._on_meta, device)
+            self._by_device[device] = copy_layers(self._on_meta, device, self._mode)
         layers = self._by_device[device]
         for copied, live in zip(layers, self._live, strict=False):
             if copied.training is not live.training:
                 copied.train(live.training)
-        for child in (child for copied in layers for child in copied.modules()):
-            if isinstance(child, nn.SyncBatchNorm):
-                # In training it looks at how many samples each rank has. Shapes are the same.
-                child.training = False
+        skip_sample_counts(layers)
         return layers
-
-    def _copy_all(self, layers: Sequence[nn.Module], device: torch.device) -> list[nn.Module]:
-        """Copy layers with parameters and buffers that have no data, on the meta device or as fakes on another one."""
-        memo: _Memo = {}
-        for layer in layers:
-            for tensor in (*layer.parameters(), *layer.buffers()):
-                if id(tensor) not in memo:
-                    memo[id(tensor)] = _empty_like(tensor, device)
-        copies: list[nn.Module] = []
-        for layer in layers:
-            attempt = dict(memo)  # one that fails leaves half a layer behind
-            try:
-                with _FakeCopies(self._mode):
-                    copies.append(copy.deepcopy(layer, attempt))
-            except Exception:  # noqa: BLE001  # whatever a user's attributes raise, such as locks and open files
-                copies.append(_copy_by_structure(layer, memo))
-            else:
-                memo = attempt
-        return copies
-
-
-class _FakeCopies(TorchFunctionMode):
-    """Lets `copy.deepcopy` make tensors without data of those that are neither parameters nor buffers."""
-
-    def __init__(self, mode: FakeTensorMode) -> None:
-        super().__init__()
-        self._mode = mode
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: tuple[type, ...],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401
-        # A parameter that belongs to something else is copied by `clone`.
-        if func is torch.Tensor.__deepcopy__ or func is torch.Tensor.clone:
-            tensor = args[0]
-            return tensor if isinstance(tensor, FakeTensor) else self._mode.from_tensor(tensor.detach())
-        return func(*args, **(kwargs or {}))
-
-
-def _empty_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    empty = torch.empty_like(tensor.detach(), device=device)
-    return nn.Parameter(empty, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
-
-
-def _copy_by_structure(module: nn.Module, memo: _Memo) -> nn.Module:
-    """Copy a tree of modules whose attributes can not be copied: these are shared with the original."""
-    known = memo.get(id(module))
-    if known is not None:
-        return cast("nn.Module", known)
-    clone = object.__new__(type(module))
-    memo[id(module)] = clone
-    state = dict(vars(module))
-    for kind in ("_parameters", "_buffers"):
-        state[kind] = {key: None if tensor is None else memo[id(tensor)] for key, tensor in state[kind].items()}
-    state["_modules"] = {
-        key: None if child is None else _copy_by_structure(child, memo) for key, child in module._modules.items()
-    }
-    vars(clone).update(state)
-    return clone
 
 
 # Calls
-
-
-def _device_of(call: PipelinedCall) -> torch.device:
-    """Return the device of the first tensor of a call."""
-    if call.args and isinstance(call.args[0], torch.Tensor):
-        return call.args[0].device
-    leaves = tree_leaves((call.args, dict(call.kwargs)))
-    return next((leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)), torch.device("cpu"))
 
 
 def _signature(value: Any) -> object:  # noqa: ANN401
@@ -310,16 +227,3 @@ def writable(value: PyTree[Any]) -> PyTree[Any]:
     return tree_map_only(
         torch.Tensor, lambda leaf: leaf.clone() if leaf.requires_grad and leaf.is_leaf else leaf, value
     )
-
-
-@contextlib.contextmanager
-def _without_traces() -> Generator[None]:
-    """Leave random states alone, run compiled code eagerly, and take no short cuts of inference."""
-    with contextlib.ExitStack() as stack:
-        # Fake operations draw no numbers; code in Python may. Not on accelerators, which asking would start.
-        stack.enter_context(isolate_rng(include_cuda=False))
-        if "torch._dynamo" in sys.modules:  # else nothing has been compiled
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
-        stack.enter_context(torch.inference_mode(mode=False))
-        stack.enter_context(torch.enable_grad())
-        yield

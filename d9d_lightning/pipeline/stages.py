@@ -21,6 +21,7 @@ from d9d.core.pytree import tree_leaves, tree_map_only
 from d9d.core.types import PyTree, TensorSpec
 from d9d.pipelining.api import PipelineStageInfo, StageBoundary
 from d9d_lightning.pipeline.call import CapturedCall
+from d9d_lightning.pipeline.forward_check import ForwardCheck
 from d9d_lightning.pipeline.stage_calls import LayerCalls, LayerRoute, PipelinedCall
 from d9d_lightning.pipeline.stage_cut import (
     Ranges,
@@ -73,6 +74,9 @@ class PipelineStages:
     """Function of (stage, *arguments of the pipelined call) that describes what the stage sends to the next one, as a tree
     of `TensorSpec`. None: found by running the layers without data, once for each new shape of the call, which takes some
     milliseconds a layer. Layers whose output shapes depend on values need it."""
+    checks_forward: bool = True
+    """Whether the first calls hold the module's own ``forward`` against its layers, without data, and refuse one that does
+    more than ``x = layer(x)``. False: for one whose further steps make no difference to the result."""
 
     def __post_init__(self) -> None:
         """Refuse what can not be meant, whatever the module is.
@@ -383,7 +387,15 @@ def build_stages(
         run_in: What stages run in, such as the ``forward_context`` of a precision plugin.
     """
     calls = LayerCalls(pipelined, layer_names, spec.with_arguments)
-    shapes = StageShapes(pipelined, layer_names, ranges, calls, run_in=run_in, transfer_spec=spec.transfer_spec)
+    shapes = StageShapes(
+        pipelined,
+        layer_names,
+        ranges,
+        calls,
+        run_in=run_in,
+        transfer_spec=spec.transfer_spec,
+        forward_check=ForwardCheck(pipelined, layer_names, calls, run_in=run_in) if spec.checks_forward else None,
+    )
     live = keep_stages(pipelined, layer_names, ranges, own_stages)
     shapes.follow(live)
     return tuple(

@@ -79,13 +79,9 @@ def equalise_module(module: nn.Module, context: DistributedContext | None, devic
         return
     # A run that failed may have left gathered something else on each rank.
     show_module_shards(module)
-    for owner in module.modules():
-        for parameter in owner.parameters(recurse=False):
-            if not isinstance(parameter, DTensor) and not parameter.is_meta:
-                parameter.data = parameter.data.to(device)
-        for name, buffer in owner.named_buffers(recurse=False):
-            if not isinstance(buffer, DTensor) and not buffer.is_meta:
-                buffer.data = buffer.data.to(device)
+    for tensor in (*module.parameters(), *module.buffers()):
+        if not isinstance(tensor, DTensor) and not tensor.is_meta:
+            tensor.data = tensor.data.to(device)
     _equalise(module, pipeline_of(module), context)
 
 

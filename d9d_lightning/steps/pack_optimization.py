@@ -73,7 +73,7 @@ def window_size(trainer: Trainer) -> int:
     return int(max(1, min(num_batches, trainer.num_training_batches - num_before)))
 
 
-def check_steps(module: LightningModule, *, num_microbatches: int, has_pipeline: bool, is_fitting: bool) -> None:
+def check_steps(module: LightningModule, num_microbatches: int, *, has_pipeline: bool, is_fitting: bool) -> None:
     """Refuse modules whose steps can not run as packs. No communication: all ranks have the same module.
 
     Args:
@@ -143,6 +143,7 @@ class PackOptimization(_AutomaticOptimization):
         num_replicas: int,
         block_sums: Callable[[], contextlib.AbstractContextManager[None]],
         correct_gradients: Callable[[float | torch.Tensor], contextlib.AbstractContextManager[None]],
+        apply_correction: Callable[[], None],
     ) -> None:
         """Go on with the counters of the loop that is there.
 
@@ -155,6 +156,7 @@ class PackOptimization(_AutomaticOptimization):
             num_replicas: Number of data-parallel ranks, over whose losses the mean is taken.
             block_sums: Lets backward passes inside only accumulate.
             correct_gradients: Lets backward passes inside multiply the gradients by a factor when they have summed them.
+            apply_correction: Multiplies them within, where no backward pass does it.
         """
         super().__init__(trainer)
         replaced = trainer.fit_loop.epoch_loop.automatic_optimization
@@ -167,6 +169,7 @@ class PackOptimization(_AutomaticOptimization):
         self._num_replicas = num_replicas
         self._block_sums = block_sums
         self._correct_gradients = correct_gradients
+        self._apply_correction = apply_correction
         self._recorder = LogRecorder(module)
         self._waiting: list[StepArguments] = []
         self._has_warned = False
@@ -178,7 +181,7 @@ class PackOptimization(_AutomaticOptimization):
         if position == 0:
             # An epoch may have ended within a window, when a hook asked for it.
             self._waiting.clear()
-            self._loss_weights.take_own_total()
+            self._loss_weights.clear()
         if self._pipeline is None:
             return super().run(optimizer, batch_idx, kwargs)
         self._waiting.append(StepArguments.of(kwargs))
@@ -228,6 +231,7 @@ class PackOptimization(_AutomaticOptimization):
                     self._run_backward(weighed, optimizer, is_last=is_last)
             replay(self._module, self._recorder.take())
         if outputs[0] is None:
+            self._skip_batch()
             return ClosureResult(None)
         merged = merge_training_outputs(outputs, [microbatch.weight for microbatch in microbatches])
         return ClosureResult.from_training_step_output(merged, num_batches)
@@ -268,6 +272,20 @@ class PackOptimization(_AutomaticOptimization):
         with correcting, self._profiled("backward"):
             self.trainer.strategy.backward(loss, optimizer)
 
+    def _skip_batch(self) -> None:
+        """Finish the gradients of a window whose last batch has no backward pass.
+
+        Raises:
+            RuntimeError: On several ranks, which can not leave out a batch each for itself.
+        """
+        if self.trainer.world_size > 1:
+            raise RuntimeError(_SKIPPED_ON_A_RANK)
+        if self.trainer.fit_loop._should_accumulate():
+            return
+        factor = self._correction() if self._loss_weights.has_weights else self._late_correction()
+        with self._correct_gradients(factor):
+            self._apply_correction()
+
     def _correction(self) -> float | torch.Tensor:
         """Return what the gradients of a window must be multiplied with when it ends."""
         inverse = self._loss_weights.inverse_total(self._loss_weights.take_own_total())
@@ -287,8 +305,8 @@ class PackOptimization(_AutomaticOptimization):
         # As Lightning's own, but for the divisor: the number of batches in this window, which may be a short one.
         output = call._call_strategy_hook(self.trainer, "training_step", *kwargs.values())
         self.trainer.strategy.post_training_step()
-        if output is None and self.trainer.world_size > 1:
-            raise RuntimeError(_SKIPPED_ON_A_RANK)
+        if output is None:
+            self._skip_batch()
         num_batches = window_size(self.trainer)
         result = self.output_result_cls.from_training_step_output(output, num_batches)
         if result.closure_loss is not None and output is not None:

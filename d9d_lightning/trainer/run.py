@@ -101,6 +101,7 @@ class TrainerRun:
             num_replicas=num_replicas,
             block_sums=self.block_sums,
             correct_gradients=self._correcting_gradients,
+            apply_correction=self._correct_gradients,
         )
         # Last: what fails above leaves the Trainer as it was.
         if context is not None:

@@ -449,6 +449,7 @@ def test_spawned_processes_bring_weights_and_metrics_back(tmp_path):
     assert process.returncode == 0, process.stderr
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_strategies_take_turns_in_one_process(tmp_path):
     """Also where Lightning's own strategy has made the process group."""

@@ -156,3 +156,42 @@ def test_weights_on_some_ranks_only_are_refused_on_all():
     trainer = build_trainer({"data_parallel_replicate": 2})
     with pytest.raises(RuntimeError, match="on 1 of 2 data-parallel ranks"):
         trainer.fit(Partly().double(), loader((1.0,), (1.0,)))
+
+
+@pytest.mark.world_size(1)
+def test_a_skipped_last_batch_leaves_the_mean_of_the_others():
+    """The loss 4 with weight 100, and then a batch that returns None: the gradient is that of 4, not of 400."""
+
+    class Skipping(Tokens):
+        def training_step(self, batch, batch_idx):
+            return None if batch_idx == 1 else super().training_step(batch, batch_idx)
+
+    trainer = build_trainer({}, accumulate_grad_batches=2)
+    module = Skipping().double()
+    trainer.fit(module, loader((4.0, 1.0), (100.0, 1.0)))
+    assert module.seen["model.0.weight"].item() == pytest.approx(4.0, abs=1e-12)
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("mesh", [{"data_parallel_replicate": 2}, {"pipeline_parallel": 2}], ids=str)
+def test_weights_for_a_part_of_a_step_are_refused(mesh):
+    class Partly(Tokens):
+        def training_step(self, batch, batch_idx):
+            output = super().training_step(batch, batch_idx)
+            return output if batch_idx == 0 else output["loss"]
+
+    trainer = build_trainer(mesh, accumulate_grad_batches=2, strategy_options={"pipeline_module": "model"})
+    with pytest.raises(RuntimeError, match="returned a loss_weight for 1 of 2 microbatches"):
+        trainer.fit(Partly().double(), loader((1.0, 1.0), (1.0, 1.0)))
+
+
+@pytest.mark.world_size(2)
+def test_weights_that_come_and_go_are_refused():
+    class Late(Tokens):
+        def training_step(self, batch, batch_idx):
+            output = super().training_step(batch, batch_idx)
+            return output["loss"] if batch_idx == 0 else output
+
+    trainer = build_trainer({"data_parallel_replicate": 2})
+    with pytest.raises(RuntimeError, match="in the first step not, but one now"):
+        trainer.fit(Late().double(), loader((1.0, 1.0), (1.0, 1.0)))

@@ -1,6 +1,7 @@
 """What a LightningModule may do around and inside a pipelined call: as on one process, or an error on all ranks."""
 
 import dataclasses
+import itertools
 import time
 
 import lightning as L
@@ -192,9 +193,28 @@ def as_dict(samples):
     return {"x": torch.stack([x for x, _ in samples]), "y": torch.stack([y for _, y in samples])}
 
 
+# One and two stages per rank, with whole and with split backward passes, for each module: half of these as a sample.
+EXHAUSTIVE = {
+    (module, schedule)
+    for modules, schedules in (
+        ((AroundTheCall, FrozenOutside), ("interleaved", "zero_bubble")),
+        ((FrozenStage, NestedActivations), ("1f1b", "zero_bubble_v")),
+    )
+    for module, schedule in itertools.product(modules, schedules)
+}
+
+
 @pytest.mark.world_size(2)
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zero_bubble", "zero_bubble_v"])
-@pytest.mark.parametrize("module", [AroundTheCall, FrozenStage, FrozenOutside, NestedActivations])
+@pytest.mark.parametrize(
+    ("module", "schedule"),
+    [
+        pytest.param(*case, marks=[pytest.mark.exhaustive] * (case in EXHAUSTIVE))
+        for case in itertools.product(
+            [AroundTheCall, FrozenStage, FrozenOutside, NestedActivations],
+            ["1f1b", "interleaved", "zero_bubble", "zero_bubble_v"],
+        )
+    ],
+)
 def test_modules_train_as_on_one_process(module, schedule, tmp_path):
     own = check_parity(tmp_path, module, pipeline(schedule))
     if module is AroundTheCall:
