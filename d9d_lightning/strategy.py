@@ -172,7 +172,7 @@ class D9DStrategy(ParallelStrategy):
         module = module or self._connected_module
         options = self._pipeline_options
         own = self.lightning_module
-        accumulate = own.trainer.accumulate_grad_batches if own is not None and own is module else None
+        accumulate = own._trainer.accumulate_grad_batches if own is module and own is not None and own._trainer else None
         return explain_module(
             module,
             self._plan,

@@ -143,9 +143,9 @@ def merge_training_outputs(outputs: Sequence[PyTree[Any]], shares: Sequence[floa
     Raises:
         TypeError: See `merge_outputs`.
     """
-    given = [output.get(_KEY) if isinstance(output, Mapping) else None for output in outputs]
+    given = [output[_KEY] for output in outputs if isinstance(output, Mapping) and output.get(_KEY) is not None]
     merged = merge_outputs(outputs, shares)
-    if any(weight is None for weight in given):
+    if len(given) < len(outputs):
         return merged
     weights = [torch.as_tensor(weight).detach().reshape(()) for weight in given]
     merged = {**merged, _KEY: sum(given[1:], start=given[0])}

@@ -77,7 +77,7 @@ def copy_layers(layers: Sequence[nn.Module], device: torch.device, mode: FakeTen
 
     Attributes of a layer that can not be copied are shared with it. For fakes the mode must be on.
     """
-    return _copy_layers(layers, _empty_tensors(layers, device), mode)[0]
+    return _copy_layers(layers, _empty_tensors(layers, device), mode)
 
 
 def copy_whole(
@@ -89,12 +89,13 @@ def copy_whole(
         Exception: What the module's own attributes raise. Nothing of it is shared, as its code may reach the layers by any
             of them.
     """
-    copies, memo = _copy_layers(layers, _empty_tensors([module], device), mode)
+    memo = _empty_tensors([module], device)
+    copies = _copy_layers(layers, memo, mode)
     with _FakeCopies(mode):
         return copy.deepcopy(module, memo), copies
 
 
-def _copy_layers(layers: Sequence[nn.Module], memo: _Memo, mode: FakeTensorMode) -> tuple[list[nn.Module], _Memo]:
+def _copy_layers(layers: Sequence[nn.Module], memo: _Memo, mode: FakeTensorMode) -> list[nn.Module]:
     copies: list[nn.Module] = []
     for layer in layers:
         attempt = dict(memo)  # one that fails leaves half a layer behind
@@ -104,8 +105,11 @@ def _copy_layers(layers: Sequence[nn.Module], memo: _Memo, mode: FakeTensorMode)
         except Exception:  # noqa: BLE001  # whatever a user's attributes raise, such as locks and open files
             copies.append(_copy_by_structure(layer, memo))
         else:
-            memo = attempt
-    return copies, memo
+            # By its own id a memo keeps what it knows the ids of, so that nothing else gets them meanwhile.
+            kept = attempt.pop(id(attempt), [])
+            memo.update(attempt)
+            memo.setdefault(id(memo), []).extend(kept)
+    return copies
 
 
 def _empty_tensors(modules: Sequence[nn.Module], device: torch.device) -> _Memo:

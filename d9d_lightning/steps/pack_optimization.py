@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult, _AutomaticOptimization
-from lightning.pytorch.profilers import PassThroughProfiler
+from lightning.pytorch.profilers import PassThroughProfiler, Profiler
 from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -238,7 +238,7 @@ class PackOptimization(_AutomaticOptimization):
 
     def _profiled(self, name: str) -> contextlib.AbstractContextManager[None]:
         """Measure a call of the strategy under the name that Lightning gives it."""
-        profiler = self.trainer.profiler
+        profiler: Profiler = vars(self.trainer)["profiler"]  # Lightning does not declare it
         if type(profiler) is PassThroughProfiler:
             return _NOTHING
         return profiler.profile(f"[Strategy]{type(self.trainer.strategy).__name__}.{name}")

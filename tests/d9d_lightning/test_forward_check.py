@@ -1,7 +1,9 @@
 """Modules whose own forward pass is not what their stages compute are refused, and others are not."""
 
+import gc
 import threading
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -67,7 +69,6 @@ def variant(**methods):
 @pytest.mark.parametrize("stage", [0, 1])
 @pytest.mark.parametrize("training", [True, False])
 def test_layers_one_after_another(stage, training):
-    state = torch.get_rng_state()
     module = Net()
     whole = {name: value.clone() for name, value in module.state_dict().items()}
     state = torch.get_rng_state()
@@ -155,9 +156,9 @@ def scaled_result(self, tokens, mask=None):
     return Net.forward(self, tokens, mask).mul_(2)
 
 
-def head_again(self, tokens, mask=None):
+def embeds_again(self, tokens, mask=None):
     output = Net.forward(self, tokens, mask)
-    self.head(self.tok(tokens))
+    self.tok(tokens)
     return output
 
 
@@ -181,7 +182,7 @@ def fails_later(self, x, mask):
         ({"forward": first_scaled}, "hands layer 'tok' something else than the first argument of the call"),
         ({"forward": wrapped}, "returns something else than its last layer 'head'"),
         ({"forward": scaled_result}, "changes in place what its last layer 'head' returns"),
-        ({"forward": head_again}, "calls layer 'head' after the last one"),
+        ({"forward": embeds_again}, "calls layer 'tok' after the last one"),
         ({"body": fails_later}, "hands layer 'blocks.0' something else than what 'tok' returns"),
     ],
 )
@@ -211,7 +212,7 @@ def test_both_modes_are_checked_and_a_difference_stays_one():
     built = first_call(module, TOKENS, MASK)
     module.train()
     for _ in range(2):
-        with pytest.raises(ValueError, match="hands layer 'blocks.0'"):
+        with pytest.raises(ValueError, match=r"hands layer 'blocks\.0'"):
             built._shapes.spec(0, CapturedCall((TOKENS, MASK), {}))
 
 
@@ -269,6 +270,18 @@ def test_a_sequential_in_another_order():
     first_call(module, torch.zeros(2, 3), layers=["0", "1"])
     with pytest.raises(ValueError, match="calls layer '0' where '1' comes next"):
         first_call(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), torch.zeros(2, 3), layers=["1", "0"])
+
+
+def test_layers_of_other_ranks_are_freed():
+    module = Net()
+    foreign = [weakref.ref(module.head), weakref.ref(module.head.weight)]
+    gc.disable()  # memory of a device must not wait for it
+    try:
+        built = first_call(module, TOKENS, MASK, layers=LAYERS)
+        assert built is not None
+        assert [reference() for reference in foreign] == [None, None]
+    finally:
+        gc.enable()
 
 
 def test_modules_that_can_not_be_checked():
