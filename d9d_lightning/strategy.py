@@ -44,7 +44,7 @@ from d9d_lightning.options.mesh import MeshOption, MeshSpec
 from d9d_lightning.options.schedule import ScheduleSpec, schedule_config
 from d9d_lightning.pipeline.cut import PipelineOptions, check_cut, map_stages, pipeline_of
 from d9d_lightning.pipeline.stages import PipelineStages
-from d9d_lightning.placements.explain import explain_module, steps_line
+from d9d_lightning.placements.explain import accumulation_of, explain_module, steps_line
 from d9d_lightning.placements.fsdp_steps import show_module_shards
 from d9d_lightning.placements.module_setup import equalise_module, is_on_meta, set_up_module
 from d9d_lightning.placements.parallelize import is_parallelized
@@ -171,14 +171,12 @@ class D9DStrategy(ParallelStrategy):
         """
         module = module or self._connected_module
         options = self._pipeline_options
-        own = self.lightning_module
-        accumulate = own._trainer.accumulate_grad_batches if own is module and own is not None and own._trainer else None
         return explain_module(
             module,
             self._plan,
             self.mesh,
             is_distributed=self._context is not None and is_parallelized(module, self._context),
-            steps=steps_line(self.mesh, self._microbatches, str(self._schedule), accumulate),
+            steps=steps_line(self.mesh, self._microbatches, str(self._schedule), accumulation_of(module)),
             stage_map=None if options is None else map_stages(module, options, self.mesh.pipeline_parallel),
         )
 

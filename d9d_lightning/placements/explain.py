@@ -1,9 +1,12 @@
 """Show where the parameters of a module are: a table of placements and bytes."""
+# A module without a Trainer raises when it is asked for it
+# pyright: reportPrivateUsage=false
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
+from lightning.pytorch import LightningModule
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
@@ -205,6 +208,12 @@ def steps_line(
     if accumulate is None and cut:
         feeder = "split (gather, if accumulate_grad_batches > 1)"
     return f"{feeder}, {place}: " + "; ".join(text for text in (cut, window) if text)
+
+
+def accumulation_of(module: nn.Module) -> int | None:
+    """Return ``accumulate_grad_batches`` of the Trainer that a module belongs to; None if it belongs to none."""
+    trainer = module._trainer if isinstance(module, LightningModule) else None
+    return None if trainer is None else trainer.accumulate_grad_batches
 
 
 def _row(name: str, layouts: Sequence[ParameterLayout]) -> tuple[str, ...]:
