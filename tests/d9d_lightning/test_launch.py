@@ -245,7 +245,7 @@ def test_torchrun_starts_the_processes(tmp_path):
     check_results(run_script(tmp_path, *torchrun, "SCRIPT"), tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # on the rank pool: test_a_step_of_several_ranks_may_not_return_none
 def test_a_missing_loss_ends_the_job(tmp_path):
     """A4: the rank that returned None raises, and its peer does not wait for ever."""
     start = time.monotonic()

@@ -137,7 +137,7 @@ def test_failing_rank_shows_its_assert_with_values(report: PytestReport) -> None
 
 def test_failing_rank_does_not_wait_for_the_others(report: PytestReport) -> None:
     text = report.failures["test_assert_while_other_waits"]
-    assert "rank 0 of 2 still running after 2.0 s" in text  # the grace
+    assert re.search(r"rank 0 of 2 still running after 2\.\d s", text)  # the grace, as soon as it is looked at
     assert "in barrier" in text
 
 

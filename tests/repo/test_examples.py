@@ -138,11 +138,10 @@ def test_the_pipeline_example_has_the_losses_of_one_process(tmp_path: Path):
 
 
 MESHES = [
-    "tp2_shard2",
     "pp2_tp2",
     *(
         pytest.param(name, marks=pytest.mark.exhaustive)
-        for name in ("replicate2", "shard2", "hsdp2x2", "pp2", "pp2_shard2")
+        for name in ("replicate2", "shard2", "hsdp2x2", "tp2_shard2", "pp2", "pp2_shard2")
     ),
 ]
 
