@@ -52,10 +52,12 @@ class LossWeights:
 
         Raises:
             ValueError: If a weight is negative, not finite or not one number.
+            RuntimeError: If some microbatches of the step come with a weight, and others without.
         """
         given = output.get(_KEY) if isinstance(output, Mapping) else None
         if given is None:
             self._num_unweighted += 1
+            self._refuse_mixture()
             return loss * share
         weight = torch.as_tensor(given).detach()
         if weight.numel() != 1:
@@ -65,6 +67,7 @@ class LossWeights:
         if not 0 <= value < float("inf"):
             raise ValueError(f"training_step returned a {_KEY} of {value}: it must be at least 0, and finite.")
         self._weights.append(weight.to(self._device, accumulator_dtype(self._device)).reshape(()))
+        self._refuse_mixture()
         if value == 0:
             _silence(loss)
             return torch.where(weight.to(loss.device) == 0, 0.0, loss)
@@ -81,20 +84,17 @@ class LossWeights:
         self._num_unweighted = 0
 
     def take_own_total(self) -> torch.Tensor | None:
-        """Return the weight of the step on this rank, a scalar; None if it has none. Begins the next step.
-
-        Raises:
-            RuntimeError: If some microbatches of the step came with a weight, and others without.
-        """
-        num_weighted, num_unweighted = len(self._weights), self._num_unweighted
+        """Return the weight of the step on this rank, a scalar; None if it has none. Begins the next step."""
         total = torch.stack(self._weights).sum() if self._weights else None
         self.clear()
-        if num_weighted and num_unweighted:
-            raise RuntimeError(
-                f"training_step returned a {_KEY} for {num_weighted} of {num_weighted + num_unweighted} microbatches of a "
-                f"step. Return it always, or never."
-            )
         return total
+
+    def _refuse_mixture(self) -> None:
+        if self._weights and self._num_unweighted:
+            raise RuntimeError(
+                f"training_step returned a {_KEY} for {len(self._weights)} of {len(self._weights) + self._num_unweighted} "
+                f"microbatches of a step. Return it always, or never."
+            )
 
     def inverse_total(self, own_total: torch.Tensor | None) -> torch.Tensor | None:
         """Return 1 / the weight of the step over all ranks, a scalar; None if there are no weights.

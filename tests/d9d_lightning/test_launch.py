@@ -268,6 +268,7 @@ def test_nothing_outlives_a_killed_launcher(tmp_path):
     assert not Path(f"/proc/{child}").exists()
 
 
+@pytest.mark.exhaustive  # waits for the real periods, which test_nothing_outlives_a_killed_launcher does as well
 def test_a_process_ends_with_its_parent():
     """The watch alone: a parent that is not ours is taken for one that has died."""
     code = (
