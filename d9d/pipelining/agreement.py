@@ -68,7 +68,8 @@ def agree_on_pack(
             f"must read the same data: a data provider may look at dp_rank, but not at the global rank."
         )
     _refuse_different_transfers({key: texts for pack in packs for key, texts in pack.transfers.items()})
-    if len({tuple(pack.checksums) for pack in packs}) > 1 and group.rank() == 0:
+    # A rank that has failed has none, and says so in the step.
+    if len({tuple(pack.checksums) for pack in packs if pack.checksums}) > 1 and group.rank() == 0:
         logger.warning(
             "the ranks of a pipeline have different inputs or shared data in the first pack. If they read different "
             "samples, or change them at random each in its own way, losses are computed on targets that belong to other "

@@ -1,6 +1,7 @@
 """The parallelism degrees as a user writes them, one of which the number of processes may decide."""
 
 import dataclasses
+import difflib
 from collections.abc import Mapping
 from typing import Literal, Self
 
@@ -38,6 +39,7 @@ class MeshOption:
                 raise ValueError(f"mesh ({mesh!r}) must be 'auto', a mapping of degrees or a DeviceMeshParameters.")
             return cls(degrees={}, open_degree="data_parallel_replicate")
         written = dict(mesh)
+        _refuse_bad_entries(written)
         opened = [name for name, degree in written.items() if degree in _OPEN]
         if len(opened) > 1 or _NOT_OPEN in opened:
             raise ValueError(
@@ -73,3 +75,18 @@ class MeshOption:
                 f"or other degrees."
             )
         return DeviceMeshParameters(**self.degrees, **{self.open_degree: num_processes // given})
+
+
+def _refuse_bad_entries(written: Mapping[str, object]) -> None:
+    """Refuse names that are no degrees, and values that can be none, all at once."""
+    known = list(DeviceMeshParameters.model_fields)
+    problems: list[str] = []
+    for name, degree in written.items():
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"the degrees are {', '.join(known)}."
+            problems.append(f"{name!r} is no degree: {hint}")
+        elif degree not in _OPEN and (type(degree) is not int or degree < 1):
+            problems.append(f"{name} is {degree!r}: it must be a number of ranks (1 or more), or -1 for what is left.")
+    if problems:
+        raise ValueError(f"mesh: {' '.join(problems)}")

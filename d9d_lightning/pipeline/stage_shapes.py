@@ -169,7 +169,7 @@ class StageShapes:
                 f"layer {self._names[index]!r} ({type(layer).__name__}) does not run on tensors without values, which tell "
                 f"what crosses the boundaries between stages: {type(error).__name__}: {reason}. If it fails on real tensors "
                 f"as well, mend that. If it reads values (item(), tolist(), nonzero(), masks as indices), or has an "
-                f"operation without a fake implementation (torch.library.register_fake), either change it, or say what "
+                f"operation without a fake implementation (torch's register_fake), either change it, or say what "
                 f"stages send by PipelineStages(transfer_spec=function of (stage, *arguments of the call))."
             ) from error
 

@@ -1,6 +1,5 @@
 """Wrong options of the strategy: all in one error, before any process group exists."""
 
-import pydantic
 import pytest
 import torch.distributed as dist
 from lightning.fabric.plugins.environments import LightningEnvironment
@@ -45,9 +44,19 @@ def test_open_degrees_before_the_number_of_processes_is_known():
             "data_parallel_shard and tensor_parallel cannot",
         ),
         ({"expert_parallel": -1}, ValueError, "expert_parallel cannot be left open"),
-        ({"tensor_parallel": -2}, pydantic.ValidationError, "tensor_parallel"),
-        ({"tp": -1}, pydantic.ValidationError, "tp"),
-        ({"tensor_parallel": 2, "dp": "auto"}, pydantic.ValidationError, "dp"),
+        ({"tensor_parallel": -2}, ValueError, "^mesh: tensor_parallel is -2: it must be a number of ranks"),
+        ({"tensor_parallel": True}, ValueError, "^mesh: tensor_parallel is True: it must be a number of ranks"),
+        ({"tp": -1}, ValueError, "^mesh: 'tp' is no degree: "),
+        (
+            {"tensor_parallel": 2, "dp": "auto"},
+            ValueError,
+            "^mesh: 'dp' is no degree: the degrees are pipeline_parallel, ",
+        ),
+        (
+            {"data_paralel_shard": 2, "tensor_parallel": 0},
+            ValueError,
+            r"did you mean 'data_parallel_shard'\? tensor_parallel is 0: ",
+        ),
         ("all", ValueError, r"mesh \('all'\) must be 'auto'"),
     ],
 )

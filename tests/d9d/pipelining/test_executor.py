@@ -238,6 +238,20 @@ def test_ranks_with_different_data_are_warned(kind: str | None):
     assert all("different inputs or shared data" in message for message in warnings)
 
 
+@pytest.mark.world_size(2)
+def test_a_rank_that_can_not_describe_its_pack_is_not_taken_for_other_data(monkeypatch: pytest.MonkeyPatch):
+    pipeline = build_pipeline("1f1b_1", 2, ScaleStage)
+    warnings: list[str] = []
+    pipeline.executor._logger = logging.getLogger("pipeline with a rank that fails")
+    pipeline.executor._logger.addFilter(lambda record: warnings.append(record.getMessage()) or False)
+    if dist.get_rank() == 1:
+        (module,) = pipeline.modules.values()
+        monkeypatch.setattr(module, "stage_transfer_spec", lambda *args: 1 / 0)
+    with pytest.raises(RuntimeError, match="division by zero"):
+        run(pipeline, [(4,)] * 2)
+    assert not warnings
+
+
 @pytest.mark.world_size(4)
 def test_ranks_with_packs_of_different_sizes_all_refuse():
     pipeline = build_pipeline("1f1b_1", 4, ScaleStage)
