@@ -226,6 +226,7 @@ class D9DStrategy(ParallelStrategy):
             pipeline_module=self._pipeline_module,
             schedule=self._schedule,
             microbatches=self._microbatches,
+            has_mp_policy="mp_policy" in self._plan.fsdp_kwargs,
             launcher=self._launcher_name,
             bucket_size_mb=self._bucket_size_mb,
             min_unit_params=self._plan.min_unit_params,

@@ -32,6 +32,7 @@ def strategy_problems(
     pipeline_module: str | None = None,
     schedule: object = "1f1b",
     microbatches: int | None = None,
+    has_mp_policy: bool = False,
     launcher: str | None = None,
     bucket_size_mb: object = 32,
     min_unit_params: object = 0,
@@ -47,6 +48,7 @@ def strategy_problems(
         pipeline_module: Dotted name of the submodule that is cut into stages.
         schedule: See `ScheduleSpec`.
         microbatches: Number of microbatches of a batch; None leaves batches whole.
+        has_mp_policy: Whether FSDP is to convert types itself.
         launcher: A `LauncherName`, or None.
         bucket_size_mb: Size of gradient buckets in MiB.
         min_unit_params: Smallest FSDP unit of the default plan.
@@ -65,6 +67,11 @@ def strategy_problems(
     # A bool counts as an int, and is a mistake here.
     if microbatches is not None and (type(microbatches) is not int or microbatches < 1):
         problems.append(f"microbatches ({microbatches!r}) must be a whole number of at least 1, or None.")
+    if has_mp_policy and params.has_pipeline_parallel:
+        problems.append(
+            "mp_policy does not work with pipeline_parallel > 1: stages would send other types than they agree on. Use "
+            "precision='bf16-mixed' or 'bf16-true' of the Trainer."
+        )
     problems += _number_problems(bucket_size_mb, min_unit_params, timeout_s)
     if not starts_elsewhere(environment) and num_devices * num_nodes > 1:
         problems += _launcher_problems(launcher, num_nodes)

@@ -138,7 +138,7 @@ def predict_layouts(
             _cut(shape, cuts[attribute], params.tensor_parallel, placements, "tp")
         stage = None if stage_map is None else stage_map.stages.get(name)
         is_outside = stage_map is not None and stage is None
-        if num_shards > 1 and _is_sharded(name, resolved) and not is_outside:
+        if num_shards > 1 and shape and _is_sharded(name, resolved) and not is_outside:
             _cut(shape, 0, num_shards, placements, "dp_cp_shard")
         if stage is not None:
             placements["pp"] = f"stage {stage}"

@@ -121,19 +121,21 @@ def _shard(root: nn.Module, context: DistributedContext, plan: ParallelPlan, res
     if mesh.size(_DATA_DIMS.index(_SHARD_DIM)) == 1:
         return
     if resolved.placements is None:
-        _shard_blocks(root, mesh, plan, resolved)
+        # Numbers such as a temperature have no dimension to shard along, and stay replicated.
+        ignored = {parameter for parameter in root.parameters() if parameter.ndim == 0}
+        _shard_blocks(root, mesh, {**plan.fsdp_kwargs, "ignored_params": ignored}, resolved)
     else:
         _shard_chosen(root, mesh, resolved.placements, plan.fsdp_kwargs)
 
 
-def _shard_blocks(root: nn.Module, mesh: DeviceMesh, plan: ParallelPlan, resolved: ResolvedPlan) -> None:
+def _shard_blocks(root: nn.Module, mesh: DeviceMesh, fsdp_kwargs: Mapping[str, Any], resolved: ResolvedPlan) -> None:
     """Shard each repeated block, or each part of some size, and what is left as the root."""
     below = {child for child in root.modules() if child is not root}
     units = [block for block in resolved.units if block in below]
     for unit in _without_shared_parameters(root, units):
-        if any(True for _ in unit.parameters()):
-            parallelize_hsdp(unit, mesh, _SHARD_DIM, **plan.fsdp_kwargs)
-    _shard_root(root, mesh, plan.fsdp_kwargs)
+        if any(parameter.ndim for parameter in unit.parameters()):
+            parallelize_hsdp(unit, mesh, _SHARD_DIM, **fsdp_kwargs)
+    _shard_root(root, mesh, fsdp_kwargs)
 
 
 def _refuse_shards_outside(module: nn.Module, roots: Sequence[nn.Module], resolved: ResolvedPlan) -> None:
@@ -182,7 +184,11 @@ def _shard_chosen(
     innermost: dict[nn.Parameter, object] = {}
     for choice in by_depth:
         innermost.update(dict.fromkeys(choice.module.parameters(), choice.value))
-    kept = {parameter for parameter in root.parameters() if innermost.get(parameter, "replicate") == "replicate"}
+    kept = {
+        parameter
+        for parameter in root.parameters()
+        if innermost.get(parameter, "replicate") == "replicate" or parameter.ndim == 0
+    }
     is_sharded = any(parameter not in kept for parameter in root.parameters())
     kwargs = {**fsdp_kwargs, "ignored_params": kept}
     below = set(root.modules())

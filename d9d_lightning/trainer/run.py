@@ -14,7 +14,10 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch.optim import Optimizer
 
 from d9d.core.dist_context import DistributedContext
+from d9d.core.dist_ops import all_gather_object
+from d9d.core.fsdp_internals import fsdp_units
 from d9d.core.placement import local_tensor
+from d9d.internals.fsdp_accumulation import FsdpAccumulation
 from d9d.optim.local_shards import localize_optimizer
 from d9d_lightning.gradients.data_parallel import DataParallelGradients
 from d9d_lightning.gradients.loss_weights import LossWeights
@@ -264,6 +267,21 @@ class TrainerRun:
         """Use the buffers of the first replica everywhere, as DDP does. All ranks must call it."""
         self.sync_new_metrics()
         self._take_buffers()
+        if self._trainer.predicting:
+            self._allow_uneven_predictions()
+
+    def _allow_uneven_predictions(self) -> None:
+        """Let ranks have different numbers of batches, which Lightning's sampler for predictions does not even out.
+
+        Each gathering of a shard is a collective. So where numbers differ, shards are gathered for the first batch and
+        stay so to the end. A rank without any batch does not come here: Lightning skips the loop there.
+        """
+        context = self._context
+        if context is None or context.replica_group is None or not fsdp_units(self._module):
+            return
+        counts = all_gather_object(sum(self._trainer.num_predict_batches), context.replica_group)
+        if len(set(counts)) > 1:
+            FsdpAccumulation([self._module]).start_pack(2)
 
     def end_evaluation(self) -> None:
         """Let ``parameters()`` show the shards again: without a backward pass FSDP leaves some gathered."""

@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from lightning.pytorch import Callback
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 from torchmetrics import MeanMetric
 
 from tests.d9d_lightning.support import (
@@ -177,3 +177,33 @@ def test_a_batch_that_is_an_object_may_be_changed():
         trainer.fit(module, DataLoader([ObjectBatch(*batch)], batch_size=None))
         results.append(module.seen_gradients[0]["head.bias"])
     torch.testing.assert_close(results[0], results[1], rtol=TOLERANCE, atol=TOLERANCE)
+
+
+@pytest.mark.world_size(2)
+def test_sharded_ranks_may_have_different_numbers_of_batches_to_predict():
+    """Five samples by Lightning's own sampler, which does not pad: three batches and two."""
+    trainer = build_trainer({"data_parallel_shard": 2}, use_distributed_sampler=True)
+    module = seeded(Predicting)
+    x, y = make_samples(5)
+    predictions = torch.cat(trainer.predict(module, DataLoader(TensorDataset(x, y), batch_size=1)))
+    whole = seeded(Predicting)
+    with torch.no_grad():
+        expected = whole.predict_step((x, y), 0)[dist.get_rank() :: 2]
+    torch.testing.assert_close(predictions, expected, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("plan", [None, {"": "shard"}], ids=str)
+def test_a_parameter_without_dimensions_is_replicated_among_shards(plan):
+    """The temperature of the module, against one process."""
+    gradients = []
+    samples = make_samples(2 * BATCH)
+    for trainer, (rank, size) in (
+        (build_trainer({"data_parallel_shard": 2}, strategy_options={"parallelize": plan}), (dist.get_rank(), 2)),
+        (plain_trainer(), (0, 1)),
+    ):
+        module = seeded(Stack)
+        trainer.fit(module, rank_loader(samples, BATCH, rank, size))
+        gradients.append(module.seen_gradients)
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=TOLERANCE, atol=TOLERANCE)
+    assert gradients[0][0]["temperature"].ndim == 0
