@@ -89,6 +89,11 @@ def problems_of(mesh=None, num_devices=4, num_nodes=1, **options):
         ({"microbatches": 0}, ["microbatches (0) must be a whole number of at least 1"]),
         ({"microbatches": True}, ["microbatches (True)"]),
         ({"microbatches": 2.0}, ["microbatches (2.0)"]),
+        ({"has_mp_policy": True}, []),
+        (
+            {"has_mp_policy": True, "mesh": {"pipeline_parallel": 4}, "pipeline_module": "model"},
+            ["mp_policy does not work with pipeline_parallel > 1"],
+        ),
         ({"bucket_size_mb": 0}, ["bucket_size_mb (0) must be a number of more than 0"]),
         ({"min_unit_params": -1}, ["min_unit_params (-1) must be a number of at least 0"]),
         ({"min_unit_params": 0, "bucket_size_mb": 0.5, "timeout_s": 1e-3}, []),
