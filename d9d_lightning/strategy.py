@@ -50,6 +50,7 @@ from d9d_lightning.placements.module_setup import equalise_module, is_on_meta, s
 from d9d_lightning.placements.parallelize import is_parallelized
 from d9d_lightning.placements.plan import Parallelize, ParallelPlan, read_plan
 from d9d_lightning.placements.tensor_parallel import share_random_state
+from d9d_lightning.steps.backward_hooks import has_empty_hooks
 from d9d_lightning.steps.pack_optimization import check_steps
 from d9d_lightning.trainer.refusals import check_callbacks
 from d9d_lightning.trainer.run import TrainerRun
@@ -426,11 +427,12 @@ class D9DStrategy(ParallelStrategy):
     def backward(
         self, closure_loss: torch.Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
-        module = self._connected_module
-        loss = self.precision_plugin.pre_backward(closure_loss, module)
+        module, plugin = self._connected_module, self.precision_plugin
+        calls_hooks = not has_empty_hooks(module, plugin)
+        loss = plugin.pre_backward(closure_loss, module) if calls_hooks else closure_loss
         with nullcontext() if self._run is None else self._run.around_backward(loss):
-            self.precision_plugin.backward(loss, module, optimizer, *args, **kwargs)
-        return self.precision_plugin.post_backward(loss, module)
+            plugin.backward(loss, module, optimizer, *args, **kwargs)
+        return plugin.post_backward(loss, module) if calls_hooks else loss.detach()
 
     @override
     def optimizer_step(

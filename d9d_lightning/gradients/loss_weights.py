@@ -143,10 +143,11 @@ def merge_training_outputs(outputs: Sequence[PyTree[Any]], shares: Sequence[floa
     Raises:
         TypeError: See `merge_outputs`.
     """
-    given = [output[_KEY] for output in outputs if isinstance(output, Mapping) and output.get(_KEY) is not None]
     merged = merge_outputs(outputs, shares)
-    if len(given) < len(outputs):
+    # Of equal structure: the weights are in all outputs or in none.
+    if not isinstance(merged, Mapping) or merged.get(_KEY) is None:
         return merged
+    given = [output[_KEY] for output in outputs]
     weights = [torch.as_tensor(weight).detach().reshape(()) for weight in given]
     merged = {**merged, _KEY: sum(given[1:], start=given[0])}
     if "loss" in merged:

@@ -9,8 +9,8 @@ With pipelines the step runs on the last stage, and `LogExchange` takes what was
 # Lightning keeps the rules of self.log to itself
 # pyright: reportPrivateUsage=false
 
-from collections.abc import Callable, Generator, Hashable, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from numbers import Number
 from typing import Any, NamedTuple, NoReturn, cast
@@ -21,6 +21,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.trainer.connectors.logger_connector.fx_validator import _FxValidator
 from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata
 from torchmetrics import Metric
+from typing_extensions import override
 
 from d9d_lightning.logs.merge import KeyMerge, SampleCount, Scalar
 
@@ -119,8 +120,7 @@ class LogRecorder:
         self._merges: dict[Hashable, tuple[_Key, KeyMerge]] = {}
         self._metric_paths: dict[int, tuple[Metric, str]] = {}
 
-    @contextmanager
-    def recording(self, batch: object) -> Generator[None]:
+    def recording(self, batch: object) -> AbstractContextManager[None]:
         """Record the log calls of the block, which is one run of the user's step.
 
         If it fails, what this and earlier runs have logged since the last `take` is forgotten.
@@ -128,18 +128,11 @@ class LogRecorder:
         Args:
             batch: The microbatch of this run, which tells the number of samples of calls without ``batch_size``.
         """
-        try:
-            with self._intercepting(SampleCount(batch)):
-                yield
-        except BaseException:
-            self._merges.clear()
-            raise
+        return _Interception(self, SampleCount(batch))
 
-    @contextmanager
-    def dropping(self) -> Generator[None]:
+    def dropping(self) -> AbstractContextManager[None]:
         """Ignore the log calls of the block."""
-        with self._intercepting(None):
-            yield
+        return _Interception(self, None)
 
     def take(self) -> list[LogEntry]:
         """Return what was recorded since the last call, one entry per key in the order of first calls, and forget it.
@@ -159,22 +152,6 @@ class LogRecorder:
         ]
         self._merges.clear()
         return entries
-
-    @contextmanager
-    def _intercepting(self, samples: SampleCount | None) -> Generator[None]:
-        attributes = vars(self._module)
-        outer = attributes.get("log")
-        outer_run = self._samples, self._lightning_log
-        self._samples, self._lightning_log = samples, self._module.log
-        attributes["log"] = self._log
-        try:
-            yield
-        finally:
-            self._samples, self._lightning_log = outer_run
-            if outer is None:
-                del attributes["log"]
-            else:
-                attributes["log"] = outer
 
     def _log(
         self,
@@ -279,6 +256,34 @@ class LogRecorder:
             shows_step=on_step,
             counts_samples=on_epoch and metadata.is_mean_reduction and not isinstance(value, Metric),
         )
+
+
+class _Interception(AbstractContextManager[None]):
+    """A class, not a generator: it is entered for each microbatch."""
+
+    def __init__(self, recorder: LogRecorder, samples: SampleCount | None) -> None:
+        self._recorder = recorder
+        self._samples = samples
+
+    @override
+    def __enter__(self) -> None:
+        recorder = self._recorder
+        attributes = vars(recorder._module)
+        self._outer = recorder._samples, recorder._lightning_log, attributes.get("log")
+        recorder._samples, recorder._lightning_log = self._samples, recorder._module.log
+        attributes["log"] = recorder._log
+
+    @override
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        recorder = self._recorder
+        recorder._samples, recorder._lightning_log, log = self._outer
+        attributes = vars(recorder._module)
+        if log is None:
+            del attributes["log"]
+        else:
+            attributes["log"] = log
+        if kind is not None and self._samples is not None:
+            recorder._merges.clear()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

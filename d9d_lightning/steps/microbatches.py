@@ -1,29 +1,21 @@
 """Cut one batch of a loader into microbatches, and put what steps return for them together again."""
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, cast
 
 import torch
 
 from d9d.core.types import PyTree
 
-__all__ = ["Microbatch", "SplitsBatches", "merge_outputs", "split_batch"]
+__all__ = ["Microbatch", "merge_outputs", "split_batch"]
 
 _SPLIT_YOURSELF = "Give the LightningModule a method split_batch(batch, num_microbatches) that returns the parts."
 
 
 # `Any` in this module: batches and outputs are the user's own types.
-@runtime_checkable
-class SplitsBatches(Protocol):
-    """Describes a LightningModule that cuts its batches itself."""
-
-    def split_batch(self, batch: PyTree[Any], num_microbatches: int) -> Sequence[PyTree[Any]]:
-        """Cut a batch into at most so many parts, in order."""
-        ...
-
-
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Microbatch:
     """A part of a batch."""
@@ -43,14 +35,16 @@ def split_batch(batch: PyTree[Any], num_microbatches: int, module: object) -> li
     Args:
         batch: Tensors in tuples, lists, mappings and dataclasses.
         num_microbatches: How many, at most: a batch of fewer samples has one microbatch for each.
-        module: If it is a `SplitsBatches`, it cuts the batch.
+        module: If it has a method ``split_batch(batch, num_microbatches)``, this returns the parts, in order.
 
     Raises:
         ValueError: If the batch has no tensor to tell its size, or tensors of different sizes.
         TypeError: If something in it can not be cut.
     """
-    if isinstance(module, SplitsBatches):
-        parts = list(module.split_batch(batch, num_microbatches))
+    # introspection: a module may have it. A protocol that is checked at runtime takes as long as all of the rest.
+    split = getattr(module, "split_batch", None)
+    if split is not None:
+        parts = list(split(batch, num_microbatches))
         if not 1 <= len(parts) <= num_microbatches:
             raise ValueError(f"split_batch() returned {len(parts)} parts: it must return 1 to {num_microbatches}.")
         sizes = [_num_samples(part) or 1 for part in parts]
@@ -63,19 +57,17 @@ def split_batch(batch: PyTree[Any], num_microbatches: int, module: object) -> li
             f"a batch of type {type(batch).__name__} holds no tensor with a dimension to cut into {num_microbatches} "
             f"microbatches. {_SPLIT_YOURSELF}"
         )
-    num_parts = max(1, min(num_microbatches, num_samples))
-    bounds = [_bound(num_samples, num_parts, index) for index in range(num_parts + 1)]
-    spans = list(itertools.pairwise(bounds))
+    spans, weights = _cut(num_samples, max(1, min(num_microbatches, num_samples)))
     parts = _split(batch, num_samples, spans, "batch")
-    return [
-        Microbatch(batch=part, weight=(stop - start) / num_samples if num_samples else 1.0)
-        for part, (start, stop) in zip(parts, spans, strict=True)
-    ]
+    return [Microbatch(batch=part, weight=weight) for part, weight in zip(parts, weights, strict=True)]
 
 
-def _bound(num_samples: int, num_parts: int, index: int) -> int:
+@functools.lru_cache(maxsize=64)
+def _cut(num_samples: int, num_parts: int) -> tuple[list[tuple[int, int]], list[float]]:
+    """Return where parts start and stop, and their weights. Most batches have the same number of samples."""
     base, num_larger = divmod(num_samples, num_parts)
-    return index * base + min(index, num_larger)
+    spans = list(itertools.pairwise(index * base + min(index, num_larger) for index in range(num_parts + 1)))
+    return spans, [(stop - start) / num_samples if num_samples else 1.0 for start, stop in spans]
 
 
 def _open(node: PyTree[Any]) -> tuple[dict[Any, Any], Callable[[dict[Any, Any]], PyTree[Any]]] | None:
@@ -142,6 +134,10 @@ def merge_outputs(outputs: Sequence[PyTree[Any]], weights: Sequence[float]) -> P
         raise TypeError(f"the step returned different types for the microbatches of one batch: {names}.")
     if isinstance(first, torch.Tensor) and first.ndim:
         return torch.cat(list(outputs))
+    if type(first) is torch.Tensor and first.is_floating_point():
+        # Losses: as few kernels as can be. Distributed tensors do not mix with the weights here.
+        values = torch.stack(list(outputs))
+        return torch.dot(values, _on_device(tuple(weights), values.dtype, values.device))
     if isinstance(first, list):
         return [entry for output in outputs for entry in output]
     if (opened := _open(first)) is not None:
@@ -154,6 +150,12 @@ def merge_outputs(outputs: Sequence[PyTree[Any]], weights: Sequence[float]) -> P
         f"the step returned a {type(first).__name__} for each microbatch of a batch, which can not be merged. Return "
         f"tensors, numbers, or lists with one entry per sample."
     )
+
+
+@functools.lru_cache(maxsize=64)
+def _on_device(weights: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return the weights as a tensor, which takes a copy to the device only once."""
+    return torch.tensor(weights, dtype=dtype, device=device)
 
 
 def _merge_entries(

@@ -340,8 +340,9 @@ def _loss_of(output: PyTree[Any]) -> torch.Tensor:
 def _detached(output: PyTree[Any]) -> PyTree[Any]:
     """Return what a step has returned, without the graph of the loss, which may have one element in any shape."""
     if isinstance(output, torch.Tensor):
-        return output.detach().reshape(())
-    return {**output, "loss": output["loss"].detach().reshape(())}
+        loss = output.detach()
+        return loss.reshape(()) if loss.ndim else loss
+    return {**output, "loss": _detached(output["loss"])}
 
 
 @contextlib.contextmanager

@@ -1,0 +1,52 @@
+"""Hooks around a backward pass, which are mostly empty.
+
+[Note: empty hooks]
+In front of each backward pass and behind it Lightning calls a hook of the module and of every callback, each within a
+context for the profiler and one for `self.log`. That takes as long as the backward pass of a small layer. What it calls does
+nothing, unless somebody has replaced a function of Lightning's base classes, on a class or on an object: then they are
+called as ever.
+"""
+
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from lightning.pytorch.profilers import PassThroughProfiler
+
+__all__ = ["has_empty_hooks"]
+
+# As they are when this module is imported: whatever replaces them later is not empty.
+_BEFORE_MODULE, _AFTER_MODULE = LightningModule.on_before_backward, LightningModule.on_after_backward
+_BEFORE_CALLBACK, _AFTER_CALLBACK = Callback.on_before_backward, Callback.on_after_backward
+_BEFORE_PLUGIN, _AFTER_PLUGIN = (Precision.pre_backward, MixedPrecision.pre_backward), Precision.post_backward
+
+
+def has_empty_hooks(module: LightningModule, plugin: Precision) -> bool:
+    """Return whether what a precision plugin does in front of a backward pass and behind it can be left out.
+
+    No communication. See [Note: empty hooks].
+
+    Args:
+        module: The module that is trained.
+        plugin: Lightning's or the user's; it does nothing but call hooks, unless it scales the loss.
+    """
+    options = vars(module.trainer)  # Lightning does not declare them
+    return (
+        type(options["profiler"]) is PassThroughProfiler
+        and _function(plugin.pre_backward) in _BEFORE_PLUGIN
+        and _function(plugin.post_backward) is _AFTER_PLUGIN
+        and not (isinstance(plugin, MixedPrecision) and plugin.scaler is not None)
+        and _function(module.on_before_backward) is _BEFORE_MODULE
+        and _function(module.on_after_backward) is _AFTER_MODULE
+        and all(_has_empty_hooks(callback) for callback in options["callbacks"])
+    )
+
+
+def _has_empty_hooks(callback: Callback) -> bool:
+    before, after = callback.on_before_backward, callback.on_after_backward
+    return _function(before) is _BEFORE_CALLBACK and _function(after) is _AFTER_CALLBACK
+
+
+def _function(method: Any) -> object:  # noqa: ANN401, whatever a user has put there
+    # introspection: what somebody has put on an object may be no method
+    return getattr(method, "__func__", None)
