@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.data import _auto_add_worker_init_fn
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.fabric.utilities.seed import reset_seed
@@ -39,6 +38,7 @@ from d9d_lightning.collectives import all_gather_stacked, reduce_over
 from d9d_lightning.gradients.precision import MeshClipping, NormScope, agree_on_scale, install_mesh_clipping
 from d9d_lightning.jobs.failures import RunFailure
 from d9d_lightning.jobs.launch import build_launcher, join_job, leave_job
+from d9d_lightning.jobs.loaders import prepare_loader
 from d9d_lightning.options.config_check import LauncherName, refuse_problems, strategy_problems
 from d9d_lightning.options.mesh import MeshOption, MeshSpec
 from d9d_lightning.options.schedule import ScheduleSpec, schedule_config
@@ -58,6 +58,7 @@ from d9d_lightning.trainer.summaries import keep_summaries
 
 T = TypeVar("T")
 
+_NOTHING = nullcontext()
 _OF_A_RUN = ("_context", "_cut", "_run", "_failure")  # process groups and hooks of a running job
 
 
@@ -134,7 +135,7 @@ class D9DStrategy(ParallelStrategy):
         self._context: DistributedContext | None = None
         self._cut: StageCut | None = None
         self._run: TrainerRun | None = None
-        self._restores_after_setup: bool | None = None
+        self._waiting_state: tuple[Mapping[str, Any], bool] | None = None
         self._clipping: MeshClipping | None = None
         self._failure: RunFailure | None = None
         self.last_grad_norm: torch.Tensor | None = None
@@ -289,7 +290,7 @@ class D9DStrategy(ParallelStrategy):
     @override
     def connect(self, model: LightningModule) -> None:
         super().connect(model)
-        self._restores_after_setup = None
+        self._waiting_state = None
         # An earlier run may have cut it, and a checkpoint may be loaded before `setup`.
         pipeline = pipeline_of(model)
         self._cut = None if pipeline is None else pipeline.cut
@@ -319,6 +320,9 @@ class D9DStrategy(ParallelStrategy):
         check_callbacks(trainer, self.mesh, module)
         pipeline = pipeline_of(module)
         self._cut = None if pipeline is None else pipeline.cut
+        if self._waiting_state is not None:
+            (state_dict, strict), self._waiting_state = self._waiting_state, None
+            load_model_state(module, state_dict, strict=strict, cut=self._cut)
         self._run = TrainerRun(
             trainer,
             module,
@@ -384,7 +388,7 @@ class D9DStrategy(ParallelStrategy):
     @property
     @override
     def precision_plugin(self) -> Precision:
-        return super().precision_plugin
+        return self._precision_plugin or super().precision_plugin
 
     @precision_plugin.setter
     def precision_plugin(self, precision_plugin: Precision | None) -> None:
@@ -408,8 +412,8 @@ class D9DStrategy(ParallelStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        run = partial(super().training_step, *args, **kwargs)
-        return run() if self._run is None else self._run.training_step(run)
+        with _NOTHING if self._run is None else self._run.around_training_step():
+            return super().training_step(*args, **kwargs)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -430,7 +434,7 @@ class D9DStrategy(ParallelStrategy):
         module, plugin = self._connected_module, self.precision_plugin
         calls_hooks = not has_empty_hooks(module, plugin)
         loss = plugin.pre_backward(closure_loss, module) if calls_hooks else closure_loss
-        with nullcontext() if self._run is None else self._run.around_backward(loss):
+        with _NOTHING if self._run is None else self._run.around_backward(loss):
             plugin.backward(loss, module, optimizer, *args, **kwargs)
         return plugin.post_backward(loss, module) if calls_hooks else loss.detach()
 
@@ -442,19 +446,18 @@ class D9DStrategy(ParallelStrategy):
         model: LightningModule | nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        with nullcontext() if self._run is None else self._run.around_optimizer_step():
+        with _NOTHING if self._run is None else self._run.around_optimizer_step():
             return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     @contextmanager
     @override
     def block_backward_sync(self) -> Generator[None]:
-        with nullcontext() if self._run is None else self._run.block_sums():
+        with _NOTHING if self._run is None else self._run.block_sums():
             yield
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        # Lightning would seed by the global rank; ranks that read the same samples must augment them alike.
-        _auto_add_worker_init_fn(dataloader, self._dp_rank)
+        prepare_loader(dataloader, self._connected_module.trainer, self._context, self._dp_rank)
         return dataloader
 
     @override
@@ -548,14 +551,6 @@ class D9DStrategy(ParallelStrategy):
             show_module_shards(self._connected_module)
         return super().lightning_module_state_dict()
 
-    @property
-    @override
-    def restore_checkpoint_after_setup(self) -> bool:
-        # Before, where possible: plain tensors load as ever, and Lightning forgets `weights_only` otherwise.
-        if self._restores_after_setup is None:
-            self._restores_after_setup = is_on_meta(self._connected_module)
-        return self._restores_after_setup
-
     @override
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: object | None = None
@@ -591,7 +586,11 @@ class D9DStrategy(ParallelStrategy):
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        load_model_state(self._connected_module, checkpoint["state_dict"], strict=strict, cut=self._cut)
+        if is_on_meta(self._connected_module):
+            # Until `setup` has made the tensors. Lightning's own way to load later forgets `weights_only`.
+            self._waiting_state = checkpoint["state_dict"], strict
+        else:
+            load_model_state(self._connected_module, checkpoint["state_dict"], strict=strict, cut=self._cut)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

@@ -16,7 +16,7 @@ from d9d.core.device import accumulator_dtype
 from d9d.core.types import PyTree
 from d9d_lightning.steps.microbatches import merge_outputs
 
-__all__ = ["LossWeights", "merge_training_outputs"]
+__all__ = ["LossWeights", "merge_training_outputs", "scaled"]
 
 _KEY = "loss_weight"
 
@@ -39,16 +39,15 @@ class LossWeights:
 
     # `Any`: what the user's step has returned.
     def weigh(self, loss: torch.Tensor, output: PyTree[Any], share: float) -> torch.Tensor:
-        """Return what the backward pass of a microbatch starts from.
+        """Return what the backward pass of a microbatch starts from: `scaled` by its `factor`."""
+        return scaled(loss, self.factor(output, share))
+
+    def factor(self, output: PyTree[Any], share: float) -> float:
+        """Return what the loss of a microbatch counts for, and note its weight.
 
         Args:
-            loss: Loss that the step has returned.
-            output: All that it has returned.
+            output: What the step has returned.
             share: What the microbatch counts for if the step gives no weight.
-
-        Returns:
-            ``loss * weight``, which has a gradient of exactly 0 where the weight is 0, also if the loss is not finite.
-            Without a weight ``loss * share``.
 
         Raises:
             ValueError: If a weight is negative, not finite or not one number.
@@ -58,7 +57,7 @@ class LossWeights:
         if given is None:
             self._num_unweighted += 1
             self._refuse_mixture()
-            return loss * share
+            return share
         weight = torch.as_tensor(given).detach()
         if weight.numel() != 1:
             raise ValueError(f"training_step returned a {_KEY} of shape {tuple(weight.shape)}: it must be one number.")
@@ -68,10 +67,7 @@ class LossWeights:
             raise ValueError(f"training_step returned a {_KEY} of {value}: it must be at least 0, and finite.")
         self._weights.append(weight.to(self._device, accumulator_dtype(self._device)).reshape(()))
         self._refuse_mixture()
-        if value == 0:
-            _silence(loss)
-            return torch.where(weight.to(loss.device) == 0, 0.0, loss)
-        return loss * value
+        return value
 
     @property
     def has_weights(self) -> bool:
@@ -129,6 +125,14 @@ class LossWeights:
                 f"the labels of the data, or leave such batches out."
             )
         return 1.0 / total
+
+
+def scaled(loss: torch.Tensor, factor: float) -> torch.Tensor:
+    """Return ``loss * factor``, which has a gradient of exactly 0 where the factor is 0, also if the loss is not finite."""
+    if factor == 0:
+        _silence(loss)
+        return torch.where(torch.ones_like(loss, dtype=torch.bool), 0.0, loss)
+    return loss * factor
 
 
 def merge_training_outputs(outputs: Sequence[PyTree[Any]], shares: Sequence[float]) -> PyTree[Any]:

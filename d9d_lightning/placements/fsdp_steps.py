@@ -2,7 +2,8 @@
 # FSDP offers no public way to put its backward hook on a loss (torch 2.13)
 # pyright: reportPrivateUsage=false
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -57,15 +58,16 @@ class FsdpSteps:
                 child.register_forward_pre_hook(self._before_layer) for child in outermost_with_forward(module)
             ]
 
-    def enter_step(self) -> None:
-        """Note that ``training_step`` begins."""
+    @contextmanager
+    def inside_step(self) -> Generator[None]:
+        """Note that ``training_step`` runs in the block."""
         self._is_inside_step = True
-
-    def leave_step(self) -> None:
-        """Note that ``training_step`` has ended."""
-        self._is_inside_step = False
-        if self._root is not None:
-            self._root.reshard()
+        try:
+            yield
+        finally:
+            self._is_inside_step = False
+            if self._root is not None:
+                self._root.reshard()
 
     def before_backward(self, loss: torch.Tensor) -> None:
         """Let FSDP take part in a backward pass that starts here. See [Note: manual optimization under FSDP]."""

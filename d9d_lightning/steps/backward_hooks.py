@@ -13,7 +13,7 @@ from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.profilers import PassThroughProfiler
 
-__all__ = ["has_empty_hooks"]
+__all__ = ["calls_torch_only", "has_empty_hooks"]
 
 # As they are when this module is imported: whatever replaces them later is not empty.
 _BEFORE_MODULE, _AFTER_MODULE = LightningModule.on_before_backward, LightningModule.on_after_backward
@@ -40,6 +40,21 @@ def has_empty_hooks(module: LightningModule, plugin: Precision) -> bool:
         and _function(module.on_after_backward) is _AFTER_MODULE
         and all(_has_empty_hooks(callback) for callback in options["callbacks"])
     )
+
+
+def calls_torch_only(module: LightningModule, plugin: Precision) -> bool:
+    """Return whether nobody sees the loss of a backward pass but torch, which may start with any gradient.
+
+    No communication.
+
+    Args:
+        module: The module that is trained.
+        plugin: Lightning's or the user's.
+    """
+    is_torch = (
+        _function(module.backward) is LightningModule.backward and _function(plugin.backward) is Precision.backward
+    )
+    return is_torch and has_empty_hooks(module, plugin)
 
 
 def _has_empty_hooks(callback: Callback) -> bool:

@@ -101,7 +101,7 @@ def _split(node: PyTree[Any], num_samples: int, spans: Sequence[tuple[int, int]]
                 f"{path} has {len(node)} entries along its first dimension, but another tensor of the batch has "
                 f"{num_samples}: it is not clear how to cut it into microbatches. {_SPLIT_YOURSELF}"
             )
-        return [node[start:stop] for start, stop in spans]
+        return list(node.unsafe_split_with_sizes([stop - start for start, stop in spans]))
     if isinstance(node, list | tuple) and len(node) == num_samples and _num_samples(node) is None:
         return [node[start:stop] for start, stop in spans]
     if (opened := _open(node)) is not None:

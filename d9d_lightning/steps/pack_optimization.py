@@ -30,9 +30,10 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from d9d.core.types import PyTree
-from d9d_lightning.gradients.loss_weights import LossWeights, merge_training_outputs
+from d9d_lightning.gradients.loss_weights import LossWeights, merge_training_outputs, scaled
 from d9d_lightning.logs.replay import LogRecorder, replay
 from d9d_lightning.pipeline.step import PipelineSteps, StepArguments
+from d9d_lightning.steps.backward_hooks import calls_torch_only
 from d9d_lightning.steps.microbatches import split_batch
 
 __all__ = ["PackOptimization", "WaitingOutputs", "check_pipeline_optimizers", "check_steps", "window_size"]
@@ -211,11 +212,12 @@ class PackOptimization(_AutomaticOptimization):
         others = tuple(value for name, value in kwargs.items() if name != "batch")
         num_batches = window_size(self.trainer)
         outputs: list[PyTree[Any]] = []
+        strategy, scales_gradient = self.trainer.strategy, calls_torch_only(self._module, self.trainer.precision_plugin)
         # Once for all microbatches: setting an attribute of a module takes as long as a small layer.
         with _in_hook(self._module, "training_step"):
             for index, microbatch in enumerate(microbatches):
                 with self._recorder.recording(microbatch.batch), self._profiled("training_step"):
-                    output = self.trainer.strategy.training_step(microbatch.batch, *others)
+                    output = strategy.training_step(microbatch.batch, *others)
                 if output is None or (outputs and outputs[0] is None):
                     self._refuse_skipping([*outputs, output])
                 if index == 0:
@@ -227,8 +229,12 @@ class PackOptimization(_AutomaticOptimization):
                 outputs.append(_detached(output))
                 is_last = index == len(microbatches) - 1
                 with _NOTHING if is_last else self._block_sums():
-                    weighed = self._loss_weights.weigh(loss, output, microbatch.weight / num_batches)
-                    self._run_backward(weighed, optimizer, is_last=is_last)
+                    factor = self._loss_weights.factor(output, microbatch.weight / num_batches)
+                    if scales_gradient and factor:
+                        # Where nobody sees the loss: it takes two kernels more to scale it.
+                        self._run_backward(loss, optimizer, is_last=is_last, gradient=torch.full_like(loss, factor))
+                    else:
+                        self._run_backward(scaled(loss, factor), optimizer, is_last=is_last)
             replay(self._module, self._recorder.take())
         if outputs[0] is None:
             self._skip_batch()
@@ -259,18 +265,20 @@ class PackOptimization(_AutomaticOptimization):
             return None
         return partial(self._run_backward, optimizer=optimizer, is_last=True)
 
-    def _run_backward(self, loss: torch.Tensor, optimizer: Optimizer, *, is_last: bool) -> None:
+    def _run_backward(self, loss: torch.Tensor, optimizer: Optimizer, *, is_last: bool, **start: torch.Tensor) -> None:
         """Run a backward pass; the last one of a window leaves the gradients of the mean over all of it.
 
         Args:
             loss: Where it starts.
             optimizer: The optimizer.
             is_last: Whether it is the last one of its batch.
+            **start: The gradient it starts with, for `torch.Tensor.backward`.
         """
         completes_step = is_last and not self.trainer.fit_loop._should_accumulate()
         correcting = self._correct_gradients(self._correction()) if completes_step else _NOTHING
+        strategy = self.trainer.strategy
         with correcting, self._profiled("backward"):
-            self.trainer.strategy.backward(loss, optimizer)
+            strategy.backward(loss, optimizer, **start)
 
     def _skip_batch(self) -> None:
         """Finish the gradients of a window whose last batch has no backward pass.

@@ -176,21 +176,22 @@ class TrainerRun:
             release_summaries(self._trainer)
             self._signals.release()
 
-    # Training. `Any`: the user's own batches and outputs.
+    # Training
 
-    def training_step(self, run: Callable[[], Any]) -> Any:  # noqa: ANN401
-        """Run a training step that is not one of a pipeline."""
+    def around_training_step(self) -> AbstractContextManager[None]:
+        """Prepare for a training step that is not one of a pipeline."""
         if self._flags is None or self._fsdp is None:
-            return run()
-        self._flags.follow()
+            return _NOTHING
+        return self._entering_step(self._flags, self._fsdp)
+
+    @contextmanager
+    def _entering_step(self, flags: FlagFollower, fsdp: FsdpSteps) -> Generator[None]:
+        flags.follow()
         if self._gradients is not None and self._gradients.begins_window:
             self._take_buffers()
         self._note_step()
-        self._fsdp.enter_step()
-        try:
-            return run()
-        finally:
-            self._fsdp.leave_step()
+        with fsdp.inside_step():
+            yield
 
     def around_backward(self, loss: torch.Tensor) -> AbstractContextManager[None]:
         """Leave the gradients as hooks expect them: the mean over all ranks and, behind the last pass, the window."""

@@ -93,13 +93,17 @@ def time_fit(strategy: Strategy, module: Module, batch_size: int, arguments: arg
     return measured[len(measured) // 5] * 1e6
 
 
-def time_plain_microbatch(arguments: argparse.Namespace) -> float:
-    """Return the time of a forward and a backward pass of one microbatch in plain torch, as above."""
-    model, x = Module(arguments.width, arguments.layers).model, torch.randn(BATCH, arguments.width)
+def time_plain_loop(num_microbatches: int, arguments: argparse.Namespace) -> float:
+    """Return the time of a batch as above, in a loop over its microbatches in plain torch."""
+    module = Module(arguments.width, arguments.layers)
+    optimizer = module.configure_optimizers()
     durations: list[float] = []
-    for _ in range(arguments.steps):
+    for batch in torch.randn(arguments.steps, BATCH * num_microbatches, arguments.width):
         start = time.perf_counter()
-        (model(x).square().mean() / MICROBATCHES).backward()
+        optimizer.zero_grad()
+        for index, microbatch in enumerate(batch.split(BATCH)):
+            (module.training_step(microbatch, index) / num_microbatches).backward()
+        optimizer.step()
         durations.append(time.perf_counter() - start)
     return sorted(durations)[len(durations) // 5] * 1e6
 
@@ -125,20 +129,25 @@ def compare(
 
 
 def time_microbatches(arguments: argparse.Namespace) -> None:
-    """Print what each further microbatch costs over its forward and backward pass."""
-    extra: list[float] = []
-    plain: list[float] = []
+    """Print what each further microbatch costs more than in a plain loop."""
+    size = (arguments.width, arguments.layers)
+    counts = (1, MICROBATCHES, 4 * MICROBATCHES)
+    extra: list[list[float]] = []
     for _ in range(arguments.rounds):
-        module = (arguments.width, arguments.layers)
-        one = time_fit(D9DStrategy(), Module(*module), BATCH, arguments)
-        split = D9DStrategy(microbatches=MICROBATCHES)
-        several = time_fit(split, Module(*module), BATCH * MICROBATCHES, arguments)
-        plain.append(time_plain_microbatch(arguments))
-        extra.append((several - one) / (MICROBATCHES - 1) - plain[-1])
-    print(
-        f"Lightning, width {arguments.width}: each further microbatch costs {statistics.median(extra):.0f} us "
-        f"[{min(extra):.0f} .. {max(extra):.0f}] more than its forward and backward pass ({statistics.median(plain):.0f} us)"
-    )
+        ours = [time_fit(_strategy(count), Module(*size), BATCH * count, arguments) for count in counts]
+        plain = [time_plain_loop(count, arguments) for count in counts]
+        more = [one - other for one, other in zip(ours, plain, strict=True)]
+        extra.append([(more[i + 1] - more[i]) / (counts[i + 1] - counts[i]) for i in (0, 1)])
+    for position, span in enumerate(zip(counts[:-1], counts[1:], strict=True)):
+        column = [row[position] for row in extra]
+        print(
+            f"Lightning, width {arguments.width}: each microbatch from {span[0]} to {span[1]} costs "
+            f"{statistics.median(column):.0f} us [{min(column):.0f} .. {max(column):.0f}] more than in a plain loop"
+        )
+
+
+def _strategy(num_microbatches: int) -> D9DStrategy:
+    return D9DStrategy() if num_microbatches == 1 else D9DStrategy(microbatches=num_microbatches)
 
 
 def main() -> None:

@@ -2,8 +2,13 @@
 
 import abc
 import dataclasses
+from collections.abc import Mapping
 
 import torch
+
+from d9d.model_state.mapper.pieces import TensorPieces
+
+__all__ = ["ModelStateMapper", "StateGroup"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -17,7 +22,11 @@ class StateGroup:
 
 
 class ModelStateMapper(abc.ABC):
-    """Translates the tensors of one layout into those of another, group by group."""
+    """Translates the tensors of one layout into those of another, group by group.
+
+    The two abstract methods are all that a mapper needs. With `trace`, ranks read only what their shards are made of;
+    with `inverse`, the way back need not be written.
+    """
 
     @abc.abstractmethod
     def state_dependency_groups(self) -> frozenset[StateGroup]:
@@ -28,8 +37,40 @@ class ModelStateMapper(abc.ABC):
         """Translate the tensors of one group.
 
         Args:
-            group: All inputs of one of the groups, by name.
+            group: All inputs of one of the groups, by name. Those of `optional_inputs` may be missing.
 
         Returns:
             All outputs of that group, by name.
         """
+
+    def optional_inputs(self) -> frozenset[str]:
+        """Return the inputs that `apply` and `trace` can do without, if the source does not have them."""
+        return frozenset()
+
+    def trace(self, group: Mapping[str, TensorPieces]) -> dict[str, TensorPieces] | None:
+        """Return what `apply` would make of a group, without data: of which pieces of the inputs each output consists.
+
+        Args:
+            group: As for `apply`; each value is one piece, or what an earlier mapper has made of some.
+
+        Returns:
+            All outputs of that group; None if they are more than copies of pieces, so that all inputs must be read.
+        """
+        return None
+
+    def inverse(self) -> "ModelStateMapper":
+        """Return the mapper that makes the inputs of this one from its outputs.
+
+        Raises:
+            NotImplementedError: If there is none, with the reason.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no inverse: write the mapper of the other direction.")
+
+    def explain(self) -> str:
+        """Return one line for each group, ``sources -> targets``; compositions show them as a tree."""
+        groups = sorted(self.state_dependency_groups(), key=lambda group: (sorted(group.inputs), sorted(group.outputs)))
+        name = type(self).__name__.removeprefix("ModelStateMapper")
+        return "\n".join(
+            f"{', '.join(sorted(group.inputs))} -> {', '.join(sorted(group.outputs)) or 'nothing'}  ({name})"
+            for group in groups
+        )
