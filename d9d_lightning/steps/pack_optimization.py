@@ -86,14 +86,8 @@ def check_steps(module: LightningModule, num_microbatches: int, *, has_pipeline:
     Raises:
         NotImplementedError: With what it does, why this can not work, and what to change.
     """
-    option = f"microbatches={num_microbatches}" if num_microbatches > 1 else ""
-    option = "pipeline_parallel > 1" if has_pipeline else option
-    if is_fitting and option and not module.automatic_optimization:
-        raise NotImplementedError(
-            f"{type(module).__name__} optimizes manually, which does not work with {option}: the strategy runs the forward "
-            f"and backward passes of all microbatches together, and training_step can not step in between them. Leave "
-            f"self.automatic_optimization True, or set pipeline_parallel to 1 and microbatches to None."
-        )
+    if is_fitting and not module.automatic_optimization:
+        _check_manual(type(module).__name__, num_microbatches, has_pipeline=has_pipeline)
     steps = (module.training_step, module.validation_step, module.test_step, module.predict_step)
     for name, step in zip(_STEPS, steps, strict=True):
         if has_pipeline and is_param_in_hook_signature(step, "dataloader_iter", explicit=True):
@@ -101,6 +95,20 @@ def check_steps(module: LightningModule, num_microbatches: int, *, has_pipeline:
                 f"{name}(dataloader_iter) does not work with pipeline_parallel > 1: all ranks of a pipeline must see the "
                 f"batch. Let the step take a batch."
             )
+
+
+def _check_manual(name: str, num_microbatches: int, *, has_pipeline: bool) -> None:
+    if has_pipeline:
+        raise NotImplementedError(
+            f"{name} optimizes manually, which does not work with pipeline_parallel > 1: the strategy runs the forward and "
+            f"backward passes of all microbatches together, and training_step can not step in between them. Leave "
+            f"self.automatic_optimization True, or set pipeline_parallel to 1."
+        )
+    if num_microbatches > 1:
+        rank_zero_warn(
+            f"{name} optimizes manually, so training_step gets whole batches: microbatches={num_microbatches} does nothing. "
+            f"Cut the batch in the step to save memory."
+        )
 
 
 def check_pipeline_optimizers(optimizers: Sequence[Optimizer]) -> None:

@@ -470,9 +470,13 @@ def test_manual_optimization_of_replicas_is_lightnings(tmp_path):
 
 
 @pytest.mark.world_size(1)
-def test_manual_optimization_is_refused_with_microbatches(tmp_path):
-    with pytest.raises(NotImplementedError, match="microbatches"):
-        run_ours(Case(module=Manual), WORLD_1["split"], tmp_path)
+def test_manual_optimization_gets_whole_batches(tmp_path):
+    (tmp_path / "native").mkdir()
+    whole = run_ours(Case(module=Manual), WORLD_1["native"], tmp_path / "native")
+    with pytest.warns(UserWarning, match=r"microbatches=2 does nothing"):
+        run = run_ours(Case(module=Manual), WORLD_1["split"], tmp_path)
+    assert run.events == whole.events
+    torch.testing.assert_close(run.module.state_dict(), whole.module.state_dict(), rtol=0, atol=0)
 
 
 @pytest.mark.world_size(2)

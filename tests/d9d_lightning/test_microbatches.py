@@ -124,6 +124,25 @@ def test_outputs_are_those_of_the_whole_batch():
     assert merged["pair"] == Pair(1, None)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.complex64], ids=str)
+def test_scalars_become_their_weighted_mean(dtype):
+    merged = merge_outputs([torch.tensor(1, dtype=dtype), torch.tensor(5, dtype=dtype)], [0.75, 0.25])
+    assert merged == 2.0
+    assert merged.ndim == 0
+    assert merged.dtype == (torch.float32 if dtype == torch.int64 else dtype)
+
+
+def test_the_parts_of_a_batch_may_be_changed_in_place():
+    """As its own tensor each: what a part saves for its backward pass is not spoilt by what happens to another."""
+    scale = torch.ones(1, requires_grad=True)
+    first, second = parts_of(torch.tensor([[2.0], [3.0]]), 2)
+    first.mul_(scale)
+    second.mul_(scale)
+    first.sum().backward()
+    second.sum().backward()
+    assert scale.grad.item() == 5.0
+
+
 @pytest.mark.parametrize(
     ("outputs", "text"),
     [

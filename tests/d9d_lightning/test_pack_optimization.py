@@ -1,5 +1,6 @@
 """A batch that is cut into microbatches trains as the whole batch, with the hooks and values of Lightning."""
 
+import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
@@ -105,3 +106,76 @@ def test_a_short_last_window_is_a_mean_over_its_batches(has_length):
     trainer.fit(trained, torch.utils.data.DataLoader(data, batch_size=BATCH))
     torch.testing.assert_close(trained.state_dict(), module.state_dict(), rtol=TOLERANCE, atol=TOLERANCE)
     assert trainer.global_step == 2
+
+
+# ---- hooks that are empty --------------------------------------------------------------------------------------------
+
+
+class SeesBackward(Regression):
+    """Steps without hooks; what a test puts on it is noted."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+
+def on_class(module, callback, monkeypatch):
+    monkeypatch.setattr(L.Callback, "on_after_backward", lambda self, *args: module.seen.append("after"))
+
+
+def on_module(module, callback, monkeypatch):
+    module.on_after_backward = lambda: module.seen.append("after")
+
+
+def on_callback(module, callback, monkeypatch):
+    callback.on_after_backward = lambda *args: module.seen.append("after")
+
+
+def on_plugin(module, callback, monkeypatch):
+    plugin = module.trainer.precision_plugin
+    inherited = plugin.post_backward
+    monkeypatch.setattr(plugin, "post_backward", lambda *args: [module.seen.append("after"), inherited(*args)][1])
+
+
+class PutsHook(L.Callback):
+    """Puts a hook somewhere while the first batch runs, as tools for debugging do."""
+
+    def __init__(self, put, monkeypatch):
+        self.put, self.monkeypatch = put, monkeypatch
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if batch_idx == 0:
+            self.put(pl_module, self, self.monkeypatch)
+
+
+@pytest.mark.world_size(1)
+@pytest.mark.parametrize("microbatches", [None, 2])
+@pytest.mark.parametrize("put", [on_class, on_module, on_callback, on_plugin])
+def test_hooks_are_called_however_they_came_there(put, microbatches, monkeypatch):
+    module = seeded(SeesBackward)
+    trainer = build_trainer(
+        {}, strategy_options={"microbatches": microbatches}, max_steps=2, callbacks=[PutsHook(put, monkeypatch)]
+    )
+    trainer.fit(module, rank_loader(make_samples(2 * BATCH), BATCH, 0, 1))
+    num_callbacks = len(trainer.callbacks) if put is on_class else 1
+    assert len(module.seen) == 2 * (microbatches or 1) * num_callbacks
+
+
+class SeesLoss(SeesBackward):
+    """Backward passes of its own see the loss as Lightning would have scaled it."""
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) * 0 + len(batch[0])
+
+    def backward(self, loss):
+        self.seen.append(loss.item())
+        loss.backward()
+
+
+@pytest.mark.world_size(1)
+def test_backward_sees_the_share_of_a_microbatch():
+    """Six samples in four parts of 2, 2, 1, 1: the loss of each is its size, and its share is size / 6."""
+    module = seeded(SeesLoss)
+    trainer = build_trainer({}, strategy_options={"microbatches": 4}, max_steps=1)
+    trainer.fit(module, rank_loader(make_samples(6), 6, 0, 1))
+    assert module.seen == pytest.approx([2 * 2 / 6, 2 * 2 / 6, 1 / 6, 1 / 6])

@@ -392,6 +392,21 @@ def test_modules_on_the_meta_device_get_their_values(mesh, tmp_path):
     torch.testing.assert_close(full(resumed.layer.weight), expected)
 
 
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("mesh", [MESHES[2][0], {"data_parallel_shard": 2}], ids=str)
+def test_lazily_built_modules_restore_what_only_full_loading_reads(mesh, tmp_path):
+    """A path among the hyperparameters, which torch refuses under ``weights_only``."""
+    module = Lazy()
+    module.save_hyperparameters({"data": tmp_path})
+    train_on(mesh, module).save_checkpoint(tmp_path / "a.ckpt")
+    resumed = Lazy()
+    resumed.reset_parameters = lambda: nn.init.zeros_(resumed.layer.weight)
+    loader = rank_loader(make_samples(2 * NUM_STEPS * BATCH), BATCH, dist.get_rank(), 2)
+    trainer = build_trainer(mesh, max_epochs=2)
+    trainer.fit(resumed, loader, ckpt_path=tmp_path / "a.ckpt", weights_only=False)
+    torch.testing.assert_close(full(resumed.layer.weight), torch.arange(NUM_FEATURES, dtype=torch.float64))
+
+
 def test_one_process_materializes_too():
     module = Lazy()
     plain = build_single_trainer()
