@@ -7,7 +7,7 @@ nothing, unless somebody has replaced a function of Lightning's base classes, on
 called as ever.
 """
 
-from typing import Any
+from types import MethodType
 
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
@@ -62,6 +62,6 @@ def _has_empty_hooks(callback: Callback) -> bool:
     return _function(before) is _BEFORE_CALLBACK and _function(after) is _AFTER_CALLBACK
 
 
-def _function(method: Any) -> object:  # noqa: ANN401, whatever a user has put there
-    # introspection: what somebody has put on an object may be no method
-    return getattr(method, "__func__", None)
+def _function(hook: object) -> object:
+    # What somebody has put on an object may be no method.
+    return hook.__func__ if isinstance(hook, MethodType) else None

@@ -41,8 +41,8 @@ def split_batch(batch: PyTree[Any], num_microbatches: int, module: object) -> li
         ValueError: If the batch has no tensor to tell its size, or tensors of different sizes.
         TypeError: If something in it can not be cut.
     """
-    # introspection: a module may have it. A protocol that is checked at runtime takes as long as all of the rest.
-    split = getattr(module, "split_batch", None)
+    # A protocol that is checked at runtime takes as long as all of the rest.
+    split = getattr(module, "split_batch", None)  # introspection: a module may have it
     if split is not None:
         parts = list(split(batch, num_microbatches))
         if not 1 <= len(parts) <= num_microbatches:

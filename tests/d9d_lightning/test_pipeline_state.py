@@ -192,6 +192,18 @@ def test_sharded_ranks_may_have_different_numbers_of_batches_to_predict():
     torch.testing.assert_close(predictions, expected, rtol=TOLERANCE, atol=TOLERANCE)
 
 
+@pytest.mark.world_size(4)
+def test_replicas_of_sharded_stages_may_have_other_numbers_of_batches():
+    """Three samples over two replicas: two batches and one."""
+    mesh = {"pipeline_parallel": 2, "data_parallel_shard": 2}
+    trainer = build_trainer(mesh, strategy_options=OPTIONS, use_distributed_sampler=True)
+    x, y = make_samples(3)
+    predictions = trainer.predict(seeded(Predicting), DataLoader(TensorDataset(x, y), batch_size=1))
+    with torch.no_grad():
+        expected = seeded(Predicting).predict_step((x, y), 0)[trainer.strategy._dp_rank :: 2]
+    torch.testing.assert_close(torch.cat(predictions), expected, rtol=TOLERANCE, atol=TOLERANCE)
+
+
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("plan", [None, {"": "shard"}], ids=str)
 def test_a_parameter_without_dimensions_is_replicated_among_shards(plan):
