@@ -1,8 +1,11 @@
-"""The command line, `python -m d9d <command>`. It plans jobs and runs none, so it starts without torch."""
+"""The command line, `python -m d9d <command>`. Only commands that need torch import it, so the others start at once."""
 
 import argparse
 import dataclasses
+import fnmatch
 import math
+import os
+import re
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
@@ -28,6 +31,32 @@ actions, in any one unit. Or shows a step that the native trainer has measured.
 
 Prints a grid of ranks and time and a summary, and writes a picture."""
 
+_CONVERT_HELP = """Writes a model state (.safetensors files, in the layout of any tool) in another layout, dtype or number of
+files.
+
+The mapper is a function that returns a ModelStateMapper. It takes no argument, or one called `names`: the names of all
+tensors of SRC, sorted. Its module is looked up as by `python -m`, so modules of the current folder are found. Without
+--mapper every tensor keeps its name.
+
+Tensors are streamed: memory holds what the mapper needs together, times the number of workers. Before anything is
+written, the mapper is tried on the names and shapes of SRC. A conversion that fails leaves nothing that looks complete.
+
+  python -m d9d convert llama/ llama-fused/ --mapper my_model.mappers:from_huggingface --workers 4
+  python -m d9d convert llama/ llama-bf16/ --dtype bf16 --shard-size 2GB"""
+
+_INSPECT_HELP = """Lists the files and tensors of a model state (.safetensors files), and all that is wrong with it: what is
+missing, damaged, there twice, not named by the index, left by a killed export, or not what the manifest says.
+With --mapper, shows what a mapper would make of it, too, and why it would fail. Reads no weights, but for checksums.
+
+The exit status is 0 if all is well and 1 if something is wrong.
+
+  python -m d9d inspect llama/ --names '*.norm.weight'
+  python -m d9d inspect llama/ --mapper my_model.mappers:from_huggingface"""
+
+_MAPPER_FORM = "pkg.module:function"
+_DTYPES = ("bf16", "fp16", "fp32", "fp64", "fp8_e4m3", "fp8_e5m2")
+_SIZE_UNITS = {"KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+
 _NO_PICTURE = "none"
 _PIPE_WIDTH = 120
 
@@ -46,14 +75,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     parser = argparse.ArgumentParser(prog="python -m d9d", description="Distributed training for PyTorch.")
     commands = parser.add_subparsers(title="commands", dest="command", required=True, metavar="COMMAND")
-    pipeline = commands.add_parser(
-        "pipeline",
-        help="show the program of a pipeline schedule: its timeline, bubble and memory",
-        description=_PIPELINE_HELP,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    summaries = (
+        ("pipeline", "show the program of a pipeline schedule: its timeline, bubble and memory", _PIPELINE_HELP),
+        ("convert", "write a model state in another layout, dtype or number of files", _CONVERT_HELP),
+        ("inspect", "list what a model state holds, and what is wrong with it", _INSPECT_HELP),
+    )
+    raw = argparse.RawDescriptionHelpFormatter
+    pipeline, convert, inspect = (
+        commands.add_parser(name, help=summary, description=description, formatter_class=raw)
+        for name, summary, description in summaries
     )
     _add_pipeline_arguments(pipeline)
-    return _run_pipeline(pipeline, parser.parse_args(argv))
+    _add_convert_arguments(convert)
+    _add_inspect_arguments(inspect)
+    args = parser.parse_args(argv)
+    match args.command:
+        case "convert":
+            return _run_convert(convert, args)
+        case "inspect":
+            return _run_inspect(inspect, args)
+        case _:
+            return _run_pipeline(pipeline, args)
 
 
 def _add_pipeline_arguments(parser: argparse.ArgumentParser) -> None:
@@ -105,6 +147,11 @@ def _run_pipeline(parser: argparse.ArgumentParser, args: argparse.Namespace) -> 
 
 def _refuse(parser: argparse.ArgumentParser, problems: Sequence[str]) -> NoReturn:
     parser.error(problems[0] if len(problems) == 1 else "".join(f"\n  {problem}" for problem in problems))
+
+
+def _fail(parser: argparse.ArgumentParser, reason: str, status: int = 2) -> NoReturn:
+    """End for a reason that a look at the usage would not mend."""
+    parser.exit(status, f"{parser.prog}: error: {reason}\n")
 
 
 def _program_problems(args: argparse.Namespace) -> Iterator[str]:
@@ -201,5 +248,107 @@ def _show(args: argparse.Namespace, shown: _Shown) -> None:
             _write(f"\npicture: {output}")
 
 
+def _add_convert_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("src", type=Path, metavar="SRC", help="model state to read: a folder, or one file")
+    parser.add_argument("dst", type=Path, metavar="DST", help="folder to write, which is made")
+    parser.add_argument("--mapper", metavar=_MAPPER_FORM, help="function that returns the mapper (default: keep names)")
+    parser.add_argument(
+        "--shard-size",
+        type=_gigabytes,
+        default=4.0,
+        metavar="SIZE",
+        help=f"largest size of a file, as 500MB; units are {', '.join(_SIZE_UNITS)} (default: 4GB)",
+    )
+    parser.add_argument(
+        "--dtype", choices=_DTYPES, help="store floating point tensors in this dtype (default: each in its own)"
+    )
+    parser.add_argument("--workers", type=int, default=1, metavar="N", help="processes to convert with (default: 1)")
+    parser.add_argument("--manifest", action="store_true", help="write checksums (sha256) of the files beside them")
+    parser.add_argument("--overwrite", action="store_true", help="replace a model state that is in DST already")
+    _add_source_arguments(parser)
+
+
+def _add_inspect_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("dir", type=Path, metavar="DIR", help="model state: a folder, or one file")
+    parser.add_argument(
+        "--names", default="*", metavar="PATTERN", help="show and count only these tensors, as '*.bias'"
+    )
+    parser.add_argument("--mapper", metavar=_MAPPER_FORM, help="show what the mapper of this function would make of it")
+    parser.add_argument("--no-checksums", action="store_true", help="do not read the files to compare their checksums")
+    _add_source_arguments(parser)
+
+
+def _add_source_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--cache-root", type=Path, metavar="DIR", help="folder that links may lead to, as that of a download cache"
+    )
+    parser.add_argument(
+        "--allow-bin", action="store_true", help="read pytorch_model.bin, plain tensors only, where nothing else is"
+    )
+
+
+def _gigabytes(text: str) -> float:
+    match = re.fullmatch(rf"(\d+(?:\.\d+)?)\s*({'|'.join(_SIZE_UNITS)})", text.strip(), re.IGNORECASE)
+    units = {unit.lower(): size for unit, size in _SIZE_UNITS.items()}
+    if match is None or float(match[1]) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size above 0 with a unit, such as 500MB or 4GB")
+    return float(match[1]) * units[match[2].lower()] / 1e9
+
+
+def _run_convert(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
+    from d9d.model_state.convert import DTYPES, Conversion, convert_model_state
+
+    conversion = Conversion(
+        src_dir=args.src,
+        dest_dir=args.dst,
+        mapper=args.mapper,
+        shard_size_gb=args.shard_size,
+        dtype=DTYPES[args.dtype] if args.dtype else None,
+        num_workers=args.workers,
+        manifest=args.manifest,
+        overwrite=args.overwrite,
+        cache_root=args.cache_root,
+        allow_bin=args.allow_bin,
+    )
+    try:
+        result = convert_model_state(conversion)
+    except (ValueError, OSError, RuntimeError) as error:
+        _fail(parser, str(error))
+    except KeyboardInterrupt:
+        _fail(parser, f"interrupted; what is in {args.dst} is not complete.", status=130)
+    _write(str(result))
+    return 0
+
+
+def _run_inspect(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
+    from d9d.model_state.inspection import dry_run, format_dry_run, format_inspection, inspect_model_state
+    from d9d.model_state.mapper_reference import load_mapper
+
+    parts: list[str] = []
+    try:
+        inspection = inspect_model_state(
+            args.dir, cache_root=args.cache_root, allow_bin=args.allow_bin, verify=not args.no_checksums
+        )
+        if inspection.tensors and not fnmatch.filter([info.name for info in inspection.tensors], args.names):
+            raise ValueError(f"no tensor of {args.dir} fits --names {args.names!r}.")
+        parts.append(format_inspection(inspection, args.names))
+        is_wrong = bool(inspection.problems)
+        if args.mapper is not None:
+            tensors = {info.name: info for info in inspection.tensors}
+            mapper = load_mapper(args.mapper, sorted(tensors))
+            run = dry_run(mapper, tensors)
+            parts.append(format_dry_run(mapper, run))
+            is_wrong |= bool(run.problems)
+    except (ValueError, OSError) as error:
+        _fail(parser, str(error))
+    _write("\n\n".join(parts))
+    return int(is_wrong)
+
+
 def _write(text: str) -> None:
-    sys.stdout.write(text + "\n")
+    try:
+        sys.stdout.write(text + "\n")
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Who reads, such as `head`, has enough. The interpreter flushes again at its end, and must not fail then.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -2,13 +2,13 @@
 
 import abc
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 
 from d9d.model_state.mapper.pieces import TensorPieces
 
-__all__ = ["ModelStateMapper", "StateGroup"]
+__all__ = ["ModelStateMapper", "StateGroup", "check_shapes", "operation_name", "ordered_groups"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -19,6 +19,34 @@ class StateGroup:
     """Names of the tensors that the group reads."""
     outputs: frozenset[str]
     """Names of the tensors that the group produces."""
+
+    @classmethod
+    def of(cls, inputs: Iterable[str], outputs: Iterable[str]) -> "StateGroup":
+        """Make a group of names in any order."""
+        return cls(frozenset(inputs), frozenset(outputs))
+
+    def __str__(self) -> str:
+        inputs, outputs = (", ".join(sorted(names)) or "nothing" for names in (self.inputs, self.outputs))
+        return f"{inputs} -> {outputs}"
+
+
+def check_shapes(mapper: "ModelStateMapper", group: Mapping[str, torch.Tensor]) -> None:
+    """Refuse tensors that a mapper cannot translate, with their names, which torch's own errors do not have.
+
+    Args:
+        mapper: A mapper whose `trace` does what its `apply` does.
+        group: Inputs of one of its groups.
+
+    Raises:
+        IndexError: If a tensor lacks a dimension.
+        ValueError: If a tensor has a wrong shape.
+    """
+    mapper.trace({name: TensorPieces.whole(name, tensor.shape, tensor.dtype) for name, tensor in group.items()})
+
+
+def operation_name(mapper: "ModelStateMapper") -> str:
+    """Return what a mapper is called in messages."""
+    return type(mapper).__name__.removeprefix("ModelStateMapper")
 
 
 class ModelStateMapper(abc.ABC):
@@ -40,7 +68,7 @@ class ModelStateMapper(abc.ABC):
             group: All inputs of one of the groups, by name. Those of `optional_inputs` may be missing.
 
         Returns:
-            All outputs of that group, by name.
+            All outputs of that group, by name. They may be inputs or views of them.
         """
 
     def optional_inputs(self) -> frozenset[str]:
@@ -68,9 +96,11 @@ class ModelStateMapper(abc.ABC):
 
     def explain(self) -> str:
         """Return one line for each group, ``sources -> targets``; compositions show them as a tree."""
-        groups = sorted(self.state_dependency_groups(), key=lambda group: (sorted(group.inputs), sorted(group.outputs)))
-        name = type(self).__name__.removeprefix("ModelStateMapper")
-        return "\n".join(
-            f"{', '.join(sorted(group.inputs))} -> {', '.join(sorted(group.outputs)) or 'nothing'}  ({name})"
-            for group in groups
-        )
+        name = operation_name(self)
+        return "\n".join(f"{group}  ({name})" for group in ordered_groups(self.state_dependency_groups()))
+
+
+def ordered_groups(groups: Iterable[StateGroup]) -> list[StateGroup]:
+    """Return groups in an order that depends on names only, and so is the same in every process."""
+    # One name decides, as groups share no inputs.
+    return sorted(groups, key=lambda group: min(group.inputs, default=""))

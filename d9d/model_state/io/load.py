@@ -1,0 +1,344 @@
+"""Fill a model from a model state: each rank reads what its shards are made of, straight into their memory.
+
+[Note: all or nothing]
+Everything that can be known without the data of the model state is checked first, in one error. Then come the groups whose
+mappers look at values: they are run once in advance. Only then is the model written to. What can fail afterwards is reading
+itself; the model then holds a mixture, and the error says so.
+"""
+
+import contextlib
+import dataclasses
+import math
+import operator
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Literal, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
+from tqdm import tqdm
+
+from d9d.core.dist_ops import all_gather_object
+from d9d.core.placement import local_tensor
+from d9d.model_state.io.boxes import local_boxes
+from d9d.model_state.io.load_plan import LoadPlan, PlannedGroup, check_output, plan_load, trace_group
+from d9d.model_state.io.reader import apply_group, progress_bar, read_inputs
+from d9d.model_state.io.source import ModelStateSource, open_model_state
+from d9d.model_state.mapper.base import ModelStateMapper
+from d9d.model_state.mapper.pieces import Box, TensorPieces
+
+__all__ = ["fill_model", "load_model_state"]
+
+_CHUNK_ELEMENTS = 2 * 2**20
+"""Most that is held at once where values cannot go straight to their place: 16 MiB of numbers of 8 bytes."""
+
+LoadMode = Literal["each", "broadcast"]
+
+
+def load_model_state(
+    src_dir: Path,
+    mapper: ModelStateMapper,
+    device: str | torch.device,
+    model: nn.Module,
+    show_progress: bool = True,
+    position: int | None = None,
+    *,
+    load_mode: LoadMode = "each",
+    keep: Sequence[str] = (),
+    process_group: dist.ProcessGroup | None = None,
+    cache_root: Path | None = None,
+    verify: bool = True,
+    allow_bin: bool = False,
+) -> None:
+    """Fill all parameters and persistent buffers of a model.
+
+    Of a `DTensor`, only the shard of this rank is read, where the mapper can tell what it is made of
+    (`ModelStateMapper.trace`); other mappers run on whole inputs. Values are converted between floating-point dtypes; other
+    conversions must be stated by `ModelStateMapperCast`. Gradients and ``requires_grad`` stay as they are.
+
+    Without `process_group` there is no communication with the load mode "each". Otherwise all ranks of the group must call
+    this, with the same model state, and fail together; blocks the host.
+
+    Args:
+        src_dir: See `open_model_state`.
+        mapper: Translates from the layout on disk to the names of ``model.state_dict()``.
+        device: Where mappers without a trace work.
+        model: The model, already on its device, and distributed if it shall be.
+        show_progress: Whether to show a bar of bytes on rank 0.
+        position: Line of the bar, among several.
+        load_mode: "each": every rank reads. "broadcast": of ranks that hold the same shard, one reads and sends it to the
+            others, which pays off where storage is slower than the network. Plain tensors are read by every rank.
+        keep: Patterns (`fnmatch`) of names that stay as they are. Every other one must be produced by the mapper.
+        process_group: The ranks that fail together. None: all ranks for "broadcast", this one alone for "each".
+        cache_root: See `open_model_state`.
+        verify: See there. Every rank compares all files.
+        allow_bin: See there.
+
+    Raises:
+        FileNotFoundError: If there is nothing at the path.
+        ValueError: If the model state is broken, or does not fit the model; with all reasons. The model is unchanged.
+        RuntimeError: If reading failed in the middle: the model is then partly loaded and must not be used. Or if another
+            rank of the group failed.
+    """
+    if load_mode not in ("each", "broadcast"):
+        raise ValueError(f'load_mode must be "each" or "broadcast", got {load_mode!r}.')
+    group = process_group
+    if load_mode == "broadcast" and group is None and dist.is_initialized():
+        group = dist.group.WORLD
+    with contextlib.ExitStack() as stack:
+        with _failing_together(group):
+            source = stack.enter_context(
+                open_model_state(src_dir, cache_root=cache_root, verify=verify, allow_bin=allow_bin)
+            )
+            plan = plan_load(source, mapper, model, keep, f"The model state in {src_dir}, for this model,")
+        fill_model(
+            source,
+            mapper,
+            torch.device(device),
+            plan,
+            group=group,
+            is_broadcast=load_mode == "broadcast",
+            bar=(show_progress, position),
+        )
+
+
+@torch.no_grad()
+def fill_model(
+    source: ModelStateSource,
+    mapper: ModelStateMapper,
+    device: torch.device,
+    plan: LoadPlan,
+    *,
+    group: dist.ProcessGroup | None = None,
+    is_broadcast: bool = False,
+    bar: tuple[bool, int | None] = (False, None),
+) -> None:
+    """Do what a plan says. See `load_model_state`.
+
+    Args:
+        source: The model state.
+        mapper: Of the plan.
+        device: Where mappers without a trace work.
+        plan: The plan.
+        group: Ranks that fail together; all must call this.
+        is_broadcast: Whether one of the ranks that hold the same reads for the others.
+        bar: Whether to show a bar, and its line.
+    """
+    filler = _Filler(source, mapper, device, is_broadcast)
+    with _failing_together(group):
+        filler.rehearse(plan.groups)
+    with _failing_together(group), _partly_loaded():
+        total = sum(planned.readable.num_bytes for planned in plan.groups)
+        with progress_bar(total, "loading", *bar) as shown:
+            filler.fill(plan.groups, shown)
+    if is_broadcast and group is not None:
+        for target in plan.targets:
+            _broadcast(target.tensor)
+
+
+class _Filler:
+    """Reads what the targets of one rank are made of."""
+
+    def __init__(
+        self, source: ModelStateSource, mapper: ModelStateMapper, device: torch.device, is_broadcast: bool
+    ) -> None:
+        self._source = source
+        self._mapper = mapper
+        self._device = device
+        self._is_broadcast = is_broadcast
+
+    def rehearse(self, groups: Sequence[PlannedGroup]) -> None:
+        """Check what only the data can tell: outputs that could not be foreseen, and whether tied ones are equal."""
+        makers = {name: planned for planned in groups for name in planned.targets}
+        for planned in groups:
+            if not planned.is_foreseen:
+                self._apply(planned)
+            for name, other in planned.compared.items():
+                self._compare(planned, name, makers[other], other)
+
+    def fill(self, groups: Iterable[PlannedGroup], bar: "tqdm[NoReturn]") -> None:
+        """Write all targets that this rank reads."""
+        for planned in groups:
+            read_here = [
+                (name, target)
+                for name, target in planned.targets.items()
+                if name not in planned.compared and self._is_read_here(target.tensor)
+            ]
+            if read_here and planned.is_traced:
+                pieces = self._trace(planned)
+                for name, target in read_here:
+                    self._fill_from_pieces(pieces[name], target.tensor)
+            elif read_here:
+                outputs = self._apply(planned)
+                for name, target in read_here:
+                    _copy_shard(outputs.pop(name), target.tensor)
+            bar.update(planned.readable.num_bytes)
+
+    def _is_read_here(self, tensor: torch.Tensor) -> bool:
+        if not self._is_broadcast or not isinstance(tensor, DTensor):
+            return True
+        coordinate = tensor.device_mesh.get_coordinate()
+        return coordinate is not None and not any(coordinate[dim] for dim in _replicated_dims(tensor))
+
+    def _trace(self, planned: PlannedGroup) -> dict[str, TensorPieces]:
+        pieces = trace_group(self._mapper, planned.readable, self._source.tensors)
+        assert pieces is not None  # it has told once
+        return pieces
+
+    def _fill_from_pieces(self, pieces: TensorPieces, tensor: torch.Tensor) -> None:
+        local = local_tensor(tensor)
+        # On the CPU values are read from the mapped file to their place, and converted on the way.
+        is_direct = local.device.type == "cpu" and not any(piece.dtypes for piece in pieces.pieces)
+        for part in local_boxes(tensor):
+            target = local[part.local.slices]
+            if is_direct:
+                pieces.fill(target, part.box, self._source.read)
+                continue
+            for chunk in _chunks(Box.whole(part.box.shape)):
+                start = tuple(map(operator.add, part.box.start, chunk.start))
+                pieces.fill(target[chunk.slices], Box(start, chunk.shape), self._source.read)
+
+    def _apply(self, planned: PlannedGroup) -> dict[str, torch.Tensor]:
+        """Run the mapper on whole inputs, and return the outputs that have a target."""
+        inputs = read_inputs(self._source, planned.readable, self._device)
+        outputs = apply_group(self._mapper, planned.readable.group, inputs)
+        for name, target in planned.targets.items():
+            check_output(name, outputs[name], target.tensor)
+        return {name: outputs[name] for name in planned.targets}
+
+    def _compare(self, planned: PlannedGroup, name: str, other_planned: PlannedGroup, other: str) -> None:
+        """Raise ValueError if two outputs for one target differ. Reads both in full, so that all ranks find the same."""
+        target = planned.targets[name].tensor
+        first, second = self._reader(planned, name), self._reader(other_planned, other)
+        if first == second:
+            return
+        for chunk in _chunks(Box.whole(tuple(target.shape))):
+            values = [torch.empty(chunk.shape, dtype=target.dtype) for _ in range(2)]
+            for value, reader in zip(values, (first, second), strict=True):
+                reader(value, chunk)
+            if not torch.equal(_as_bytes(values[0]), _as_bytes(values[1])):
+                raise ValueError(
+                    f"{name!r} and {other!r} are one parameter of the model (tied), but the model state has different values "
+                    f"for them. Leave one of them out of the mapper if its values do not matter, or untie the model."
+                )
+
+    def _reader(self, planned: PlannedGroup, name: str) -> "_PieceReader | _OutputReader":
+        if planned.is_traced:
+            return _PieceReader(self._trace(planned)[name], self._source)
+        output = self._apply(planned)[name]
+        if isinstance(output, DTensor):
+            raise ValueError(
+                f"{name!r} is the same parameter as another output (tied), and the mapper distributes it, so that they "
+                f"cannot be compared. Leave the distribution to load_model_state."
+            )
+        return _OutputReader(output)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _PieceReader:
+    """Copies boxes of an output that is known in pieces."""
+
+    pieces: TensorPieces
+    source: ModelStateSource
+
+    def __call__(self, values: torch.Tensor, box: Box) -> None:
+        self.pieces.fill(values, box, self.source.read)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class _OutputReader:
+    """Copies boxes of an output that has been made."""
+
+    output: torch.Tensor
+
+    def __call__(self, values: torch.Tensor, box: Box) -> None:
+        values.copy_(self.output[box.slices])
+
+
+def _copy_shard(output: torch.Tensor, tensor: torch.Tensor) -> None:
+    local = local_tensor(tensor)
+    if isinstance(output, DTensor):
+        local.copy_(local_tensor(output))
+        return
+    for part in local_boxes(tensor):
+        local[part.local.slices].copy_(output[part.box.slices])
+
+
+def _chunks(box: Box) -> Iterator[Box]:
+    """Cut a box into parts of a bounded number of elements, along its first dimensions."""
+    if math.prod(box.shape) <= _CHUNK_ELEMENTS:
+        yield box
+        return
+    dim = next(dim for dim, size in enumerate(box.shape) if size > 1)
+    half = box.shape[dim] // 2
+    for offset, size in ((0, half), (half, box.shape[dim] - half)):
+        start = (*box.start[:dim], box.start[dim] + offset, *box.start[dim + 1 :])
+        yield from _chunks(Box(start, (*box.shape[:dim], size, *box.shape[dim + 1 :])))
+
+
+def _replicated_dims(tensor: DTensor) -> list[int]:
+    """Return the mesh dimensions along which several ranks hold the same."""
+    return [
+        dim
+        for dim, placement in enumerate(tensor.placements)
+        if isinstance(placement, Replicate) and tensor.device_mesh.size(dim) > 1
+    ]
+
+
+def _broadcast(tensor: torch.Tensor) -> None:
+    """Send a shard from the rank that has read it to those that hold the same, one mesh dimension after another."""
+    local = local_tensor(tensor)
+    if not isinstance(tensor, DTensor) or local.numel() == 0:
+        return
+    coordinate = tensor.device_mesh.get_coordinate()
+    if coordinate is None:
+        return
+    dims = _replicated_dims(tensor)
+    for position, dim in enumerate(dims):
+        # Those further along a later dimension get it by that one.
+        if any(coordinate[later] for later in dims[position + 1 :]):
+            continue
+        sent = local.detach().contiguous()
+        # As bytes, since backends differ in the dtypes that they take.
+        dist.broadcast(_as_bytes(sent), group=tensor.device_mesh.get_group(dim), group_src=0)
+        if sent.data_ptr() != local.data_ptr():
+            local.copy_(sent)
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+@contextlib.contextmanager
+def _partly_loaded() -> Generator[None]:
+    """Say what state the model is in if the block fails."""
+    try:
+        yield
+    except Exception as error:
+        raise RuntimeError(
+            f"Reading the model state failed in the middle ({type(error).__name__}: {error}). The model is now partly loaded: "
+            f"do not use it. Build it anew, or load again."
+        ) from error
+
+
+@contextlib.contextmanager
+def _failing_together(group: dist.ProcessGroup | None) -> Generator[None]:
+    """Raise on all ranks of a group if the block raises on one of them, before they go on to wait for each other."""
+    failure: Exception | None = None
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001  # raised below, when all ranks know
+        failure = error
+    mine = None if failure is None else f"{type(failure).__name__}: {failure}"
+    failures = [mine] if group is None else all_gather_object(mine, group)
+    if failure is not None:
+        raise failure
+    failed = {rank: text for rank, text in enumerate(failures) if text is not None}
+    if failed:
+        rank, text = next(iter(failed.items()))
+        raise RuntimeError(
+            f"{len(failed)} other ranks of the group could not load the model state, so this one stops too. Rank {rank} of "
+            f"the group: {text}"
+        )

@@ -1,0 +1,327 @@
+"""Work out how a model is filled from a model state, and everything that would go wrong, before anything is written.
+
+[Note: tied parameters]
+One parameter may have several names in ``state_dict()``, and files have it under one of them or all. It is set once, from
+the first of its names in order that the mapper produces. Groups for its other names may lack their inputs; if they do not, all
+values must be equal, which is compared before anything is written.
+"""
+
+import dataclasses
+import fnmatch
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from d9d.core.placement import local_tensor
+from d9d.model_state.io.boxes import local_boxes
+from d9d.model_state.io.names import list_names, list_with_nearest
+from d9d.model_state.io.problems import raise_problems
+from d9d.model_state.io.reader import (
+    ReadableGroup,
+    check_outputs,
+    missing_inputs,
+    missing_text,
+    order_groups,
+)
+from d9d.model_state.io.source import ModelStateSource, TensorInfo
+from d9d.model_state.mapper.base import ModelStateMapper, StateGroup
+from d9d.model_state.mapper.pieces import TensorPieces
+
+__all__ = ["LoadPlan", "PlannedGroup", "Target", "check_output", "plan_load", "trace_group"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Target:
+    """A parameter or buffer to be filled.
+
+    Attributes:
+        names: All its names in ``state_dict()``.
+        tensor: The parameter or buffer itself.
+    """
+
+    names: tuple[str, ...]
+    tensor: torch.Tensor
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PlannedGroup:
+    """A group of the mapper, and what its outputs are for.
+
+    Attributes:
+        readable: The group and the inputs that are there.
+        is_traced: Whether the mapper can tell what outputs are made of; if not, it is run on whole inputs.
+        is_foreseen: Whether the shapes and dtypes of the outputs are known, and fit.
+        targets: What the outputs are for; those for nothing are left out.
+        compared: Outputs that fill nothing, as another one fills the same target, and the name of that one.
+    """
+
+    readable: ReadableGroup
+    is_traced: bool
+    is_foreseen: bool
+    targets: Mapping[str, Target]
+    compared: Mapping[str, str]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LoadPlan:
+    """All groups that set something, in the order of reading, and all targets, in the order of their names."""
+
+    groups: Sequence[PlannedGroup]
+    targets: Sequence[Target]
+
+
+def plan_load(
+    source: ModelStateSource, mapper: ModelStateMapper, model: nn.Module, keep: Sequence[str], what: str
+) -> LoadPlan:
+    """Decide from which group each parameter and persistent buffer of a model is filled. Reads no tensors.
+
+    Args:
+        source: The model state.
+        mapper: Translates from its layout to the model's.
+        model: The model, on its device.
+        keep: Patterns of names that stay as they are.
+        what: The model state in messages.
+
+    Raises:
+        ValueError: With everything that does not fit.
+    """
+    problems: list[str] = []
+    targets, kept = _find_targets(model, keep, problems)
+    groups = mapper.state_dependency_groups()
+    producers = _check_outputs_against(targets, groups, problems)
+    missing = missing_inputs(groups, source.tensors, mapper.optional_inputs())
+    available = {name for name, group in producers.items() if group not in missing and name not in kept}
+    chosen = _choose(targets, kept, available, set(producers), problems)
+    _report_missing(missing, targets, kept, chosen, source, problems)
+    wanted = frozenset(producers[name] for name in available)
+    planned: list[PlannedGroup] = []
+    for readable in order_groups(wanted, source.tensors):
+        names = [name for name in sorted(readable.group.outputs) if name in available]
+        is_traced, specs = _predict(mapper, readable, source.tensors, problems)
+        for name in names:
+            if name in specs:
+                problems.extend(_misfit(name, specs[name], targets[name].tensor))
+        compared = {name: chosen[targets[name]] for name in names if chosen[targets[name]] != name}
+        planned.append(
+            PlannedGroup(readable, is_traced, bool(specs), {name: targets[name] for name in names}, compared)
+        )
+    raise_problems(what, problems)
+    return LoadPlan(planned, sorted(chosen, key=lambda target: target.names))
+
+
+def _find_targets(
+    model: nn.Module, keep: Sequence[str], problems: list[str]
+) -> tuple[dict[str, Target], frozenset[str]]:
+    """Return the parameters and persistent buffers by name, where tied names have one target, and the names to keep."""
+    # Hooks of FSDP run here, after which the parameters are the sharded ones.
+    state: dict[str, object] = model.state_dict(keep_vars=True)
+    owned = {id(tensor) for tensor in model.parameters()} | {id(tensor) for tensor in model.buffers()}
+    tensors = {name: tensor for name, tensor in state.items() if isinstance(tensor, torch.Tensor)}
+    kept = frozenset(name for name in tensors if any(fnmatch.fnmatchcase(name, pattern) for pattern in keep))
+    problems.extend(_unfillable(tensors, kept, owned))
+    names_by_memory: dict[object, list[str]] = {}
+    for name, tensor in tensors.items():
+        names_by_memory.setdefault(_memory_of(tensor), []).append(name)
+    targets: dict[str, Target] = {}
+    for names in names_by_memory.values():
+        tensor = tensors[names[0]]
+        if isinstance(tensor, DTensor) and not kept.issuperset(names):
+            try:
+                local_boxes(tensor)
+            except NotImplementedError as error:
+                problems.append(f"{list_names(names)} cannot be filled: {error}")
+        targets.update(dict.fromkeys(names, Target(tuple(sorted(names)), tensor)))
+    return targets, kept
+
+
+def _unfillable(tensors: Mapping[str, torch.Tensor], kept: Collection[str], owned: Collection[int]) -> list[str]:
+    """Report tensors of ``state_dict()`` that nothing can be written to."""
+    problems: list[str] = []
+    unallocated = [name for name, tensor in tensors.items() if local_tensor(tensor).is_meta]
+    computed = [name for name, tensor in tensors.items() if id(tensor) not in owned and name not in kept]
+    repeated = [name for name, tensor in tensors.items() if _repeats_itself(local_tensor(tensor)) and name not in kept]
+    if unallocated:
+        problems.append(
+            f"{len(unallocated)} parameters or buffers of the model are on the meta device, without memory: "
+            f"{list_names(unallocated)}. Materialize the model first, as by model.to_empty(device=...)."
+        )
+    if computed:
+        problems.append(
+            f"state_dict() of the model computes {list_names(computed)} instead of giving its parameters and buffers, so "
+            f"that they cannot be filled; name them in `keep`, or load before what computes them is added."
+        )
+    if repeated:
+        problems.append(
+            f"Elements of {list_names(repeated)} share memory with one another, as after expand(), so that they cannot be "
+            f"set one by one. Register a clone() of the tensor, or name it in `keep`."
+        )
+    return problems
+
+
+def _memory_of(tensor: torch.Tensor) -> object:
+    """Return what tied tensors have in common: they are one object, or at least one piece of memory."""
+    local = local_tensor(tensor)
+    if local.is_meta or local.numel() == 0:
+        return id(tensor)
+    return local.device, local.data_ptr(), local.dtype, tuple(local.shape), local.stride()
+
+
+def _repeats_itself(tensor: torch.Tensor) -> bool:
+    return tensor.numel() > 0 and any(
+        stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
+    )
+
+
+def _check_outputs_against(
+    targets: Mapping[str, Target], groups: Iterable[StateGroup], problems: list[str]
+) -> dict[str, StateGroup]:
+    """Return the group that produces each name of the model."""
+    producers: dict[str, StateGroup] = {}
+    twice: set[str] = set()
+    unexpected: set[str] = set()
+    for group in groups:
+        for name in group.outputs:
+            if name in producers:
+                twice.add(name)
+            if name in targets:
+                producers[name] = group
+            else:
+                unexpected.add(name)
+    if twice:
+        problems.append(f"The mapper produces from several groups: {list_names(twice)}.")
+    if unexpected:
+        problems.append(
+            f"The mapper produces {len(unexpected)} tensors that the model does not have: "
+            f"{list_with_nearest(unexpected, targets)}."
+        )
+    return producers
+
+
+def _choose(
+    targets: Mapping[str, Target],
+    kept: Collection[str],
+    available: Collection[str],
+    produced: Collection[str],
+    problems: list[str],
+) -> dict[Target, str]:
+    """Return the name that each target is set from. See [Note: tied parameters]."""
+    chosen: dict[Target, str] = {}
+    unset: set[str] = set()
+    for target in dict.fromkeys(targets.values()):
+        names = [name for name in target.names if name in available]
+        kept_names = [name for name in target.names if name in kept]
+        if names:
+            chosen[target] = names[0]
+        # A group that lacks inputs is reported for what it lacks.
+        elif not kept_names and not any(name in produced for name in target.names):
+            unset.update(target.names)
+        if names and kept_names:
+            problems.append(
+                f"{list_names(kept_names)} is to stay as it is, but is the same parameter as {list_names(names)}, which "
+                f"the mapper produces. Let `keep` match all of these names, or none."
+            )
+    if unset:
+        problems.append(
+            f"{len(unset)} parameters or buffers of the model are not produced by the mapper: "
+            f"{list_with_nearest(unset, set(produced))}. Add mappers for them, or name them in `keep` if they shall stay as "
+            f"they are."
+        )
+    return chosen
+
+
+def _report_missing(
+    missing: Mapping[StateGroup, Sequence[str]],
+    targets: Mapping[str, Target],
+    kept: Collection[str],
+    chosen: Mapping[Target, str],
+    source: ModelStateSource,
+    problems: list[str],
+) -> None:
+    """Report the inputs that are missing, but not where all that they are for is kept or set from elsewhere."""
+    lacking: set[str] = set()
+    for group, names in missing.items():
+        needed = [name for name in group.outputs if name in targets and name not in kept]
+        if any(targets[name] not in chosen for name in needed):
+            lacking.update(names)
+    if lacking:
+        problems.append(f"The model state lacks what the mapper reads: {missing_text(lacking, source.tensors)}")
+
+
+def trace_group(
+    mapper: ModelStateMapper, readable: ReadableGroup, tensors: Mapping[str, TensorInfo]
+) -> dict[str, TensorPieces] | None:
+    """Return the pieces that the outputs of a group are made of, if the mapper can tell."""
+    infos = (tensors[name] for name in readable.inputs)
+    return mapper.trace({info.name: TensorPieces.whole(info.name, info.shape, info.dtype) for info in infos})
+
+
+def _predict(
+    mapper: ModelStateMapper, readable: ReadableGroup, tensors: Mapping[str, TensorInfo], problems: list[str]
+) -> "tuple[bool, Mapping[str, TensorPieces | torch.Tensor]]":
+    """Find out what a group makes of its inputs, without their data.
+
+    Returns:
+        Whether the mapper can tell what outputs are made of; and pieces, or tensors without data, as far as they are known.
+    """
+    try:
+        pieces = trace_group(mapper, readable, tensors)
+        if pieces is not None:
+            check_outputs(mapper, readable.group, pieces)
+            return True, pieces
+        infos = (tensors[name] for name in readable.inputs)
+        outputs = mapper.apply({info.name: torch.empty(info.shape, dtype=info.dtype, device="meta") for info in infos})
+        check_outputs(mapper, readable.group, outputs)
+    except (ValueError, IndexError) as error:
+        problems.append(
+            f"{list_names(readable.inputs)} cannot be mapped to {list_names(readable.group.outputs)}: {error}"
+        )
+        return False, {}
+    except RuntimeError:
+        # Mappers may look at values, which tensors without data do not have. Running the group tells what is wrong.
+        return False, {}
+    return False, outputs
+
+
+def check_output(name: str, output: torch.Tensor, target: torch.Tensor) -> None:
+    """Raise ValueError if an output does not fit its target."""
+    raise_problems(f"The output {name!r} of the mapper", _misfit(name, output, target))
+
+
+def _misfit(name: str, output: "TensorPieces | torch.Tensor", target: torch.Tensor) -> list[str]:
+    problems: list[str] = []
+    if tuple(output.shape) != tuple(target.shape):
+        problems.append(
+            f"{name!r} has the shape {tuple(output.shape)} in the model state, as mapped, and {tuple(target.shape)} in the "
+            f"model."
+        )
+    if not _keeps_kind(output.dtype, target.dtype):
+        problems.append(
+            f"{name!r} is {output.dtype} in the model state and {target.dtype} in the model, which cannot hold all its "
+            f"values. If that is meant, convert it with ModelStateMapperCast."
+        )
+    if isinstance(output, DTensor):
+        layout = (target.device_mesh, target.placements) if isinstance(target, DTensor) else None
+        if layout != (output.device_mesh, output.placements):
+            found = f"{target.placements} over {target.device_mesh}" if isinstance(target, DTensor) else "plain"
+            problems.append(
+                f"{name!r} has the placements {output.placements} over {output.device_mesh} as the mapper distributes it, "
+                f"but is {found} in the model. Leave the distribution to load_model_state."
+            )
+    return problems
+
+
+def _keeps_kind(source: torch.dtype, target: torch.dtype) -> bool:
+    """Tell whether a conversion is one between floats of different width, or loses nothing."""
+    if source == target:
+        return True
+    if source.is_complex or target.is_complex:
+        return source.is_complex and target.is_complex and target.itemsize >= source.itemsize
+    if source.is_floating_point or target.is_floating_point:
+        # Numbers of 8 bits need scales, which a conversion does not find.
+        return source.is_floating_point and target.is_floating_point and target.itemsize > 1
+    if torch.bool in (source, target):
+        return False
+    held, range_ = torch.iinfo(target), torch.iinfo(source)
+    return held.min <= range_.min and range_.max <= held.max

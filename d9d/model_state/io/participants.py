@@ -1,0 +1,124 @@
+"""The ranks that export together: they write in turn, and fail together."""
+
+import contextlib
+from collections.abc import Generator, Sequence
+from typing import NamedTuple, TypeVar, final
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from d9d.core.dist_ops import all_gather_object
+
+__all__ = ["Participants"]
+
+T = TypeVar("T")
+
+
+class _Failure(NamedTuple):
+    """What went wrong on a rank, as far as the others are concerned."""
+
+    kind: str
+    text: str
+
+
+@final
+class Participants:
+    """Ranks of a process, a group, or a mesh, in row-major order. All of them must make the same calls.
+
+    On a mesh they speak along one dimension after the other, so that no group of all of them is needed.
+
+    Args:
+        groups: One for each mesh dimension, outermost first; none for a process on its own.
+    """
+
+    def __init__(self, groups: Sequence[dist.ProcessGroup] = ()) -> None:
+        self._groups = [group for group in groups if group.size() > 1]
+        self._rank = 0
+        self._size = 1
+        for group in self._groups:
+            self._rank = self._rank * group.size() + group.rank()
+            self._size *= group.size()
+
+    @classmethod
+    def of_mesh(cls, mesh: DeviceMesh, *, without: str | None = None) -> "Participants":
+        """Return the ranks of a mesh, or those that differ from this one in no other than the remaining dimensions.
+
+        Args:
+            mesh: This rank is in it, and its dimensions have names.
+            without: Name of the dimension to leave out.
+        """
+        names = mesh.mesh_dim_names or ()
+        return cls([mesh.get_group(name) for name in names if name != without])
+
+    @property
+    def rank(self) -> int:
+        """Position of this rank among them."""
+        return self._rank
+
+    @property
+    def size(self) -> int:
+        """How many there are."""
+        return self._size
+
+    def gather(self, value: T) -> list[T]:
+        """Return the values of all ranks, by rank. A collective; blocks the host.
+
+        Values are pickled: plain ones, of trusted peers.
+        """
+        values = [value]
+        for group in reversed(self._groups):
+            values = [other for others in all_gather_object(values, group) for other in others]
+        return values
+
+    @contextlib.contextmanager
+    def failing_together(self) -> Generator[None]:
+        """Raise on all ranks what any of them raises in the block, as `raise_together`. A collective at its end."""
+        failure: Exception | None = None
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001  # raised below, on all ranks
+            failure = error
+        self.raise_together(failure)
+
+    def raise_together(self, error: Exception | None) -> None:
+        """Raise on all ranks if any of them has an error. A collective; blocks the host.
+
+        Args:
+            error: What went wrong on this rank.
+
+        Raises:
+            OSError: If one of the errors is one; ValueError: if all are; RuntimeError otherwise. It names the ranks. A
+                process on its own raises its error as it is.
+        """
+        if self._size == 1:
+            if error is not None:
+                raise error
+            return
+        failures = self.gather(None if error is None else _failure(error))
+        ranks_by_failure: dict[_Failure, list[int]] = {}
+        for rank, failure in enumerate(failures):
+            if failure is not None:
+                ranks_by_failure.setdefault(failure, []).append(rank)
+        if not ranks_by_failure:
+            return
+        text = "\n".join(
+            f"on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} of {self._size}: {failure.text}"
+            for failure, ranks in ranks_by_failure.items()
+        )
+        raise _error_of({failure.kind for failure in ranks_by_failure}, text) from error
+
+
+def _failure(error: Exception) -> _Failure:
+    match error:
+        case OSError():
+            return _Failure("OSError", str(error))
+        case ValueError():
+            return _Failure("ValueError", str(error))
+        case _:
+            return _Failure("RuntimeError", f"{type(error).__name__}: {error}")
+
+
+def _error_of(kinds: set[str], text: str) -> Exception:
+    if "OSError" in kinds:
+        return OSError(text)
+    return ValueError(text) if kinds == {"ValueError"} else RuntimeError(text)

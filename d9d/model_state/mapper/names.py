@@ -1,0 +1,63 @@
+"""Names of tensors in error messages: lists of bounded length, and what may have been meant instead."""
+
+import difflib
+import heapq
+from collections import Counter
+from collections.abc import Collection, Iterable
+
+__all__ = ["NearestNames", "distinct", "listed"]
+
+_MAX_LISTED = 10
+_MAX_COMPARED = 32
+
+
+def listed(names: Iterable[str], limit: int = _MAX_LISTED) -> str:
+    """Return names in quotes and in order, at most some of them."""
+    ordered = sorted(names)
+    shown = ", ".join(f"'{name}'" for name in ordered[:limit])
+    return shown if len(ordered) <= limit else f"{shown} and {len(ordered) - limit} more"
+
+
+class NearestNames:
+    """Finds the names that are most like a misspelt one, also among tens of thousands."""
+
+    def __init__(self, candidates: Collection[str]) -> None:
+        """Take the names that there are."""
+        self._candidates = sorted(candidates)
+        self._trigrams: list[frozenset[str]] | None = None
+
+    def hint(self, name: str) -> str:
+        """Return a remark in parentheses, with a space before it; empty if no name is like this one."""
+        if self._trigrams is None:
+            self._trigrams = [_trigrams(candidate) for candidate in self._candidates]
+        # difflib takes 100 microseconds a pair, so that it sees the few that share most of their letters.
+        own = _trigrams(name)
+        shared = [len(own & trigrams) / len(own | trigrams) for trigrams in self._trigrams]
+        best = heapq.nlargest(_MAX_COMPARED, range(len(shared)), key=shared.__getitem__)
+        near = difflib.get_close_matches(name, [self._candidates[index] for index in best], n=1)
+        return f" (nearest: '{near[0]}')" if near else ""
+
+    def described(self, names: Iterable[str], limit: int = _MAX_LISTED) -> str:
+        """Return names as `listed` does, each with its nearest one."""
+        ordered = sorted(names)
+        shown = ", ".join(f"'{name}'{self.hint(name)}" for name in ordered[:limit])
+        return shown if len(ordered) <= limit else f"{shown} and {len(ordered) - limit} more"
+
+
+def _trigrams(name: str) -> frozenset[str]:
+    padded = f"  {name} "
+    return frozenset(padded[start : start + 3] for start in range(len(padded) - 2))
+
+
+def distinct(what: str, names: Iterable[str]) -> tuple[str, ...]:
+    """Return names as they are.
+
+    Raises:
+        ValueError: If there are none, or one is there twice.
+    """
+    names = tuple(names)
+    twice = {name for name, count in Counter(names).items() if count > 1}
+    if not names or twice:
+        wrong = f"{listed(twice)} more than once" if twice else "none"
+        raise ValueError(f"{what} must be different names, at least one; there is {wrong}.")
+    return names
