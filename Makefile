@@ -5,6 +5,8 @@ PYTHON ?= python3
 PIP_ARGS ?=
 # Further arguments for pytest, for example: PYTEST_ARGS="-k mesh -x"
 PYTEST_ARGS ?=
+# Parts of the suite that run at once, each with ranks of its own; 0 runs all in one, which shows output as it comes.
+TEST_JOBS ?= 2
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -31,10 +33,10 @@ demo: $(INSTALLED) ## train a digits classifier on four CPU processes
 	$(BIN)/python examples/digits/train.py
 
 test: check ## run the checks and the whole test suite
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile $(PYTEST_ARGS)
 
 test-exhaustive: $(INSTALLED) ## run every combination of schedules, ranks and microbatches: some minutes
-	$(BIN)/python -m pytest -m exhaustive $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile -m exhaustive $(PYTEST_ARGS)
 
 check: $(INSTALLED) ## lint, format, types and import layers (nothing is changed)
 	$(BIN)/ruff check

@@ -60,3 +60,16 @@ def all_gather_stacked(tensor: torch.Tensor, group: dist.ProcessGroup, *, has_gr
     if has_gradient and tensor.requires_grad:
         return all_gather_tensor_autograd(tensor.unsqueeze(0).contiguous(), 0, group)
     return torch.stack(all_gather(tensor.detach().contiguous(), group))
+
+
+def decide_together(decision: bool, device: torch.device, *, of_all: bool) -> bool:
+    """Return on all ranks whether all of them, or any of them, decide for something. All ranks must call it.
+
+    Args:
+        decision: What this rank decides.
+        device: Device of this rank.
+        of_all: Whether all ranks must be for it.
+    """
+    flag = torch.tensor(int(decision), device=device)
+    dist.all_reduce(flag, op=dist.ReduceOp.MIN if of_all else dist.ReduceOp.MAX)
+    return bool(flag)

@@ -23,6 +23,7 @@ __all__ = [
     "D9DStrategy",
     "EMAWeightAveraging",
     "GradientNormLogger",
+    "ModelStateExport",
     "PipelineStages",
     "grad_norm",
     "measure_layer_costs",
@@ -96,5 +97,7 @@ GradientNormLogger: Any = _load("callbacks").GradientNormLogger
 """As `d9d_lightning.callbacks.GradientNormLogger`."""
 EMAWeightAveraging: Any = _load("callbacks").EMAWeightAveraging
 """As `d9d_lightning.callbacks.EMAWeightAveraging`."""
+ModelStateExport: Any = _load("callbacks").ModelStateExport
+"""As `d9d_lightning.callbacks.ModelStateExport`."""
 sync_over: Any = _load("metrics").sync_over
 """As `d9d_lightning.metrics.sync_over`."""

@@ -2,9 +2,10 @@
 # Lightning shares these with its own strategies only
 # pyright: reportPrivateUsage=false
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -24,7 +25,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from d9d.core.dist_context import DENSE_DOMAIN, DeviceMeshParameters, DistributedContext
-from d9d.core.mesh_groups import RankLayout
+from d9d.model_state.mapper import ModelStateMapper
 from d9d_lightning.checkpoints.checkpoint import (
     StageCut,
     check_optimizers,
@@ -34,21 +35,24 @@ from d9d_lightning.checkpoints.checkpoint import (
     save_on_first_rank,
     set_up_together,
 )
-from d9d_lightning.collectives import all_gather_stacked, reduce_over
+from d9d_lightning.collectives import all_gather_stacked, decide_together, reduce_over
 from d9d_lightning.gradients.precision import MeshClipping, NormScope, agree_on_scale, install_mesh_clipping
 from d9d_lightning.jobs.failures import RunFailure
-from d9d_lightning.jobs.launch import build_launcher, join_job, leave_job
+from d9d_lightning.jobs.launch import build_launcher, join_job, leave_job, tell_ranks
 from d9d_lightning.jobs.loaders import prepare_loader
-from d9d_lightning.options.config_check import LauncherName, refuse_problems, strategy_problems
-from d9d_lightning.options.mesh import MeshOption, MeshSpec
-from d9d_lightning.options.schedule import ScheduleSpec, schedule_config
-from d9d_lightning.pipeline.cut import PipelineOptions, check_cut, map_stages, pipeline_of
+from d9d_lightning.jobs.process_launcher import ProcessLauncher
+from d9d_lightning.model_states.module_states import ExportFormat, ModuleStates
+from d9d_lightning.model_states.options import MapperSpec, ModelStateOptions
+from d9d_lightning.options.config_check import LauncherName, refuse_problems
+from d9d_lightning.options.mesh import MeshOption, MeshSpec, replica_of
+from d9d_lightning.options.schedule import ScheduleSpec
+from d9d_lightning.options.strategy_options import StrategyOptions
+from d9d_lightning.pipeline.cut import check_cut, cut_of, norm_scope_of
 from d9d_lightning.pipeline.stages import PipelineStages
-from d9d_lightning.placements.explain import accumulation_of, explain_module, steps_line
 from d9d_lightning.placements.fsdp_steps import show_module_shards
 from d9d_lightning.placements.module_setup import equalise_module, is_on_meta, set_up_module
 from d9d_lightning.placements.parallelize import is_parallelized
-from d9d_lightning.placements.plan import Parallelize, ParallelPlan, read_plan
+from d9d_lightning.placements.plan import Parallelize, ParallelPlan
 from d9d_lightning.placements.tensor_parallel import share_random_state
 from d9d_lightning.steps.backward_hooks import has_empty_hooks
 from d9d_lightning.steps.pack_optimization import check_steps
@@ -85,6 +89,10 @@ class D9DStrategy(ParallelStrategy):
         reshard_after_forward: bool | int | None = None,
         timeout_s: float | None = None,
         launcher: LauncherName | None = None,
+        source_checkpoint: str | Path | None = None,
+        load_mapper: MapperSpec = None,
+        export_mapper: MapperSpec = None,
+        keep_initial: Sequence[str] = (),
     ) -> None:
         """Describe the job; nothing is distributed yet.
 
@@ -114,23 +122,30 @@ class D9DStrategy(ParallelStrategy):
             launcher: How further processes start where no torchrun or cluster has started them: "script" runs the
                 script again, "fork" and "spawn" make children of this process, whose weights and metrics come back.
                 None: "fork" in a notebook, else "script".
+            source_checkpoint: Model state (folder of .safetensors files, or one) that the module starts from. It is loaded
+                once, by the first run of the module, before a ``ckpt_path`` is. Each rank reads what it keeps.
+            load_mapper: Makes the module's tensors from those of the source: a mapper, or a function that returns one for
+                the LightningModule. Names are those of the whole module, also with stages. None: the same names.
+            export_mapper: The way back, for `export_model_state`. None: the inverse of `load_mapper`, or the same names.
+            keep_initial: Patterns, as of `fnmatch`, of tensors that the source does not have, such as ``["head.*"]``.
 
         Raises:
             ValueError: For a malformed mesh. All else that is wrong is said when the Trainer is constructed.
         """
         super().__init__()
-        self._mesh = MeshOption.read(mesh)
-        self._pipeline_module, self._schedule, self._microbatches = pipeline_module, schedule, microbatches
-        self._stages = stages or PipelineStages()
-        self._launcher_name: LauncherName | None = launcher
-        self._bucket_size_mb, self._timeout_s = bucket_size_mb, timeout_s
-        fsdp_kwargs: dict[str, Any] = {"reshard_after_forward": reshard_after_forward}
-        if mp_policy is not None:
-            fsdp_kwargs["mp_policy"] = mp_policy
-        self._plan = ParallelPlan(
-            parallelize=read_plan(parallelize), min_unit_params=min_unit_params, fsdp_kwargs=fsdp_kwargs
+        self._options = StrategyOptions(
+            mesh=MeshOption.read(mesh),
+            plan=ParallelPlan.read(parallelize, min_unit_params, mp_policy, reshard_after_forward),
+            pipeline_module=pipeline_module,
+            stages=stages or PipelineStages(),
+            schedule=schedule,
+            microbatches=microbatches,
+            bucket_size_mb=bucket_size_mb,
+            timeout_s=timeout_s,
+            launcher=launcher,
+            model_states=ModelStateOptions.read(source_checkpoint, load_mapper, export_mapper, keep_initial),
         )
-        self._stays_gathered = reshard_after_forward is None
+        self._model_states = ModuleStates(self._options.model_states)
         self._num_nodes = 1
         self._context: DistributedContext | None = None
         self._cut: StageCut | None = None
@@ -144,11 +159,8 @@ class D9DStrategy(ParallelStrategy):
     @property
     def mesh(self) -> DeviceMeshParameters:
         """The parallelism degrees. Known once the Trainer is constructed."""
-        return self._mesh.fill(self._num_processes) if self.parallel_devices else self._mesh.smallest
-
-    @property
-    def _num_processes(self) -> int:
-        return max(1, len(self.parallel_devices or ())) * self._num_nodes
+        mesh, devices = self._options.mesh, self.parallel_devices
+        return mesh.fill(len(devices) * self._num_nodes) if devices else mesh.smallest
 
     @property
     def dist_context(self) -> DistributedContext:
@@ -172,15 +184,8 @@ class D9DStrategy(ParallelStrategy):
             ValueError: If the plan cannot be used on the module.
         """
         module = module or self._connected_module
-        options = self._pipeline_options
-        return explain_module(
-            module,
-            self._plan,
-            self.mesh,
-            is_distributed=self._context is not None and is_parallelized(module, self._context),
-            steps=steps_line(self.mesh, self._microbatches, str(self._schedule), accumulation_of(module)),
-            stage_map=None if options is None else map_stages(module, options, self.mesh.pipeline_parallel),
-        )
+        is_distributed = self._context is not None and is_parallelized(module, self._context)
+        return self._options.explain(module, self.mesh, is_distributed=is_distributed)
 
     @property
     def is_distributed(self) -> bool:
@@ -210,36 +215,19 @@ class D9DStrategy(ParallelStrategy):
 
     @property
     def _dp_rank(self) -> int:
-        # Arithmetic, as Lightning asks before any group exists.
-        layout = RankLayout(shape=self.mesh.root_shape, rank=self.global_rank)
-        return layout.coordinate("dp_replicate") * self.mesh.data_parallel_shard + layout.coordinate("dp_shard")
+        return replica_of(self.mesh, self.global_rank)
 
     @override
     def _configure_launcher(self) -> None:
         environment = self.cluster_environment
         if environment is None or self.parallel_devices is None:
             raise RuntimeError("the Trainer has not told the strategy its devices yet")
-        num_devices = len(self.parallel_devices)
-        problems = strategy_problems(
-            self._mesh,
-            environment,
-            num_devices=num_devices,
-            num_nodes=self._num_nodes,
-            pipeline_module=self._pipeline_module,
-            schedule=self._schedule,
-            microbatches=self._microbatches,
-            has_mp_policy="mp_policy" in self._plan.fsdp_kwargs,
-            launcher=self._launcher_name,
-            bucket_size_mb=self._bucket_size_mb,
-            min_unit_params=self._plan.min_unit_params,
-            timeout_s=self._timeout_s,
-        )
-        refuse_problems(problems, self._mesh)
+        options, num_devices = self._options, len(self.parallel_devices)
+        refuse_problems(options.problems(environment, num_devices, self._num_nodes), options.mesh)
         if self.mesh.is_distributed:
             agree_on_scale(self.precision_plugin)
-        self._launcher = build_launcher(
-            self, self._launcher_name, num_devices, self._num_nodes, self._collect_model_state
-        )
+        collect = self._collect_model_state
+        self._launcher = build_launcher(self, options.launcher, num_devices, self._num_nodes, collect)
 
     def _collect_model_state(self) -> dict[str, Any]:
         state = {"state_dict": self._connected_module.state_dict()}
@@ -259,11 +247,8 @@ class D9DStrategy(ParallelStrategy):
 
     def set_world_ranks(self) -> None:
         """Tell the cluster environment and Lightning's logging the rank of this process."""
-        environment = self.cluster_environment
-        if environment is not None:
-            num_devices = len(self.parallel_devices or ())
-            environment.set_global_rank(environment.node_rank() * num_devices + environment.local_rank())
-            environment.set_world_size(num_devices * self._num_nodes)
+        if self.cluster_environment is not None:
+            tell_ranks(self.cluster_environment, len(self.parallel_devices or ()), self._num_nodes)
         rank_zero_only.rank = self.global_rank  # pyright: ignore[reportFunctionMemberAccess]  # Lightning's own way
 
     @override
@@ -278,11 +263,10 @@ class D9DStrategy(ParallelStrategy):
         reset_seed()
         if self.cluster_environment is None or self.parallel_devices is None:
             raise RuntimeError("the strategy is not connected to a Trainer")
-        self._context = join_job(self.mesh, self.cluster_environment, len(self.parallel_devices), self.root_device)
-        if self._timeout_s is not None:
-            self._context.set_timeout(self._timeout_s)
+        timeout_s, num_devices = self._options.timeout_s, len(self.parallel_devices)
+        self._context = join_job(self.mesh, self.cluster_environment, num_devices, self.root_device, timeout_s)
         if self.lightning_module is not None:
-            self._failure = RunFailure(self._context, self.lightning_module.trainer, self._timeout_s)
+            self._failure = RunFailure(self._context, self.lightning_module.trainer, timeout_s)
             if is_overridden("configure_model", self.lightning_module):
                 # Only there, since a module that holds groups cannot be copied.
                 self.lightning_module._device_mesh = self._context.mesh_for(DENSE_DOMAIN)
@@ -292,8 +276,7 @@ class D9DStrategy(ParallelStrategy):
         super().connect(model)
         self._waiting_state = None
         # An earlier run may have cut it, and a checkpoint may be loaded before `setup`.
-        pipeline = pipeline_of(model)
-        self._cut = None if pipeline is None else pipeline.cut
+        self._cut = cut_of(model)
 
     @override
     def setup(self, trainer: Trainer) -> None:
@@ -301,25 +284,25 @@ class D9DStrategy(ParallelStrategy):
         if self.accelerator is None:
             raise RuntimeError("the strategy is not connected to a Trainer")
         self.accelerator.setup(trainer)
-        is_fitting = trainer.state.fn == TrainerFn.FITTING
-        has_pipeline = self.mesh.has_pipeline_parallel
-        check_steps(module, self._microbatches or 1, has_pipeline=has_pipeline, is_fitting=is_fitting)
+        is_fitting, has_pipeline = trainer.state.fn == TrainerFn.FITTING, self.mesh.has_pipeline_parallel
+        check_steps(module, self._options.num_microbatches, has_pipeline=has_pipeline, is_fitting=is_fitting)
         if self._context is not None:
             share_random_state(self._context)
-        options = self._pipeline_options
+        options = self._options.pipeline(self.mesh)
         check_cut(module, self._context, options)
+        self._model_states.prepare(module)
         if is_parallelized(module, self._context):
             equalise_module(module, self._context, self.root_device)
         else:
             if options is not None:
                 keep_summaries(trainer, module)
-            set_up_module(
-                module, self._context, self.root_device, self._plan, self.precision_plugin, self._layer_sync, options
-            )
+            plan, precision = self._options.plan, self.precision_plugin
+            set_up_module(module, self._context, self.root_device, plan, precision, self._layer_sync, options)
         # Again: a function of the user's may have made distributed parameters on any mesh.
         check_callbacks(trainer, self.mesh, module)
-        pipeline = pipeline_of(module)
-        self._cut = None if pipeline is None else pipeline.cut
+        self._cut = cut_of(module)
+        has_bar = trainer.progress_bar_callback is not None
+        self._model_states.load(module, self._context, self.root_device, self._cut, show_progress=has_bar)
         if self._waiting_state is not None:
             (state_dict, strict), self._waiting_state = self._waiting_state, None
             load_model_state(module, state_dict, strict=strict, cut=self._cut)
@@ -328,7 +311,7 @@ class D9DStrategy(ParallelStrategy):
             module,
             self._context,
             self.root_device,
-            num_microbatches=self._microbatches or 1,
+            num_microbatches=self._options.num_microbatches,
             num_replicas=self.mesh.data_parallel,
             replica=self._dp_rank,
         )
@@ -341,17 +324,9 @@ class D9DStrategy(ParallelStrategy):
             self._run.start_training(
                 self.optimizers,
                 self._lightning_optimizers,
-                bucket_size_mb=self._bucket_size_mb,
-                stays_gathered=self._stays_gathered,
+                bucket_size_mb=self._options.bucket_size_mb,
+                stays_gathered=self._options.plan.stays_gathered,
             )
-
-    @property
-    def _pipeline_options(self) -> PipelineOptions | None:
-        if not self.mesh.has_pipeline_parallel or self._pipeline_module is None:
-            return None
-        return PipelineOptions(
-            module_name=self._pipeline_module, stages=self._stages, schedule=schedule_config(self._schedule)
-        )
 
     @property
     def _running(self) -> TrainerRun:
@@ -406,9 +381,7 @@ class D9DStrategy(ParallelStrategy):
 
     def norm_scope(self) -> NormScope:
         """Return what norms of gradients extend over on this rank, besides shards."""
-        module = self.lightning_module
-        pipeline = None if module is None else pipeline_of(module)
-        return NormScope() if module is None or pipeline is None else pipeline.norm_scope(module)
+        return norm_scope_of(self.lightning_module)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -531,9 +504,7 @@ class D9DStrategy(ParallelStrategy):
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # Lightning's name
         if self._context is None or self._is_alone:
             return decision
-        flag = torch.tensor(int(decision), device=self.root_device)
-        dist.all_reduce(flag, op=dist.ReduceOp.MIN if all else dist.ReduceOp.MAX)
-        return bool(flag)
+        return decide_together(decision, self.root_device, of_all=all)
 
     @override
     def all_gather(
@@ -567,13 +538,10 @@ class D9DStrategy(ParallelStrategy):
             return
         if self._is_alone:
             return
+        is_first, module = self.is_global_zero, self._connected_module
         try:
             full = gather_checkpoint(
-                checkpoint,
-                keep=self.is_global_zero,
-                module=self._connected_module,
-                optimizers=self.optimizers,
-                cut=self._cut,
+                checkpoint, keep=is_first, module=module, optimizers=self.optimizers, cut=self._cut
             )
         except RuntimeError as error:
             if self._failure is None or not self._failure.is_interrupted:
@@ -582,19 +550,51 @@ class D9DStrategy(ParallelStrategy):
             self._failure.give_up(error)
             return
         save = partial(self.checkpoint_io.save_checkpoint, full, filepath, storage_options=storage_options)
-        save_on_first_rank(save, filepath, is_first=self.is_global_zero, broadcast=self.broadcast)
+        save_on_first_rank(save, filepath, is_first=is_first, broadcast=self.broadcast)
+
+    def export_model_state(
+        self,
+        path: str | Path,
+        mapper: ModelStateMapper | None = None,
+        *,
+        shard_size_gb: float = 4.0,
+        dtype: torch.dtype | None = None,
+        manifest: bool = False,
+        show_progress: bool = False,
+    ) -> None:
+        """Write the weights as .safetensors files for other tools, each tensor once. All ranks must call it; it blocks.
+
+        During a run, and after one. Nothing is written where an exception on some ranks only has ended the run.
+
+        Args:
+            path: Folder to write into, on a file system that all ranks share.
+            mapper: Makes the exported tensors from those of the whole module. None: as `export_mapper` says.
+            shard_size_gb: Largest size of a file in GB.
+            dtype: What floating point tensors are converted to; None keeps each tensor's own.
+            manifest: Whether to write hashes of the files too, which are verified when they are loaded.
+            show_progress: Whether rank 0 shows a progress bar.
+
+        Raises:
+            RuntimeError: If the job has several processes and none has started yet.
+            ValueError: On all ranks, if the mapper does not fit the module.
+        """
+        if self._context is None and self.mesh.is_distributed and not isinstance(self._launcher, ProcessLauncher):
+            raise RuntimeError("export_model_state() needs the processes of the job: call it during or after a run.")
+        if not self._is_alone:
+            form = ExportFormat(shard_size_gb, dtype, manifest, show_progress)
+            self._model_states.export(Path(path), self._connected_module, self._context, self._cut, mapper, form)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        if is_on_meta(self._connected_module):
-            # Until `setup` has made the tensors. Lightning's own way to load later forgets `weights_only`.
+        module = self._connected_module
+        if is_on_meta(module) or self._model_states.is_to_load(module):
+            # Until `setup` has loaded the source. Lightning's own way to load later forgets `weights_only`.
             self._waiting_state = checkpoint["state_dict"], strict
         else:
-            load_model_state(self._connected_module, checkpoint["state_dict"], strict=strict, cut=self._cut)
+            load_model_state(module, checkpoint["state_dict"], strict=strict, cut=self._cut)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        load_optimizer_states(
-            checkpoint["optimizer_states"], self.optimizers, module=self._connected_module, cut=self._cut
-        )
+        states, module = checkpoint["optimizer_states"], self._connected_module
+        load_optimizer_states(states, self.optimizers, module=module, cut=self._cut)
         _optimizers_to_device(self.optimizers, self.root_device)

@@ -185,7 +185,7 @@ class ModelStageFactoryConfig(BaseModel):
 
     source_checkpoint: Path | None = Field(
         default=None,
-        description="Folder of a model state (.safetensors) to load. Default: keep the initialized parameters.",
+        description="Folder of a model state, or a .safetensors file, to load. Default: keep the initialized parameters.",
     )
     checkpoint_only_trainable_parameters: bool = Field(
         default=False,

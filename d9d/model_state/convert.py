@@ -32,13 +32,13 @@ from tqdm import tqdm
 from d9d.core.parent_watch import ends_with_parent
 from d9d.model_state.inspection import counted, dry_run, format_size
 from d9d.model_state.io.export_directory import prepare_directory
-from d9d.model_state.io.names import list_names
 from d9d.model_state.io.reader import read_model_state
 from d9d.model_state.io.source import ModelStateSource, open_model_state
 from d9d.model_state.io.writer import write_model_state_distributed, write_model_state_local
 from d9d.model_state.mapper.adapters import identity_mapper_from_mapper_outputs
 from d9d.model_state.mapper.base import ModelStateMapper
 from d9d.model_state.mapper.compose import ModelStateMapperShard
+from d9d.model_state.mapper.names import listed
 from d9d.model_state.mapper_reference import describe_with_place, identity_mapper_from_names, load_mapper
 
 __all__ = ["DTYPES", "Conversion", "ConversionResult", "convert_model_state"]
@@ -103,7 +103,7 @@ class ConversionResult:
     def __str__(self) -> str:
         size, files = format_size(self.num_bytes), counted(self.num_files, "file")
         written = f"{self.dest_dir}: {counted(self.num_tensors, 'tensor')}, {size}, in {files}"
-        unread = f"\nnot read from the source: {counted(len(self.unread), 'tensor')}: {list_names(self.unread)}"
+        unread = f"\nnot read from the source: {counted(len(self.unread), 'tensor')}: {listed(self.unread)}"
         return written + (unread if self.unread else "")
 
 
@@ -162,7 +162,7 @@ def _problems(conversion: Conversion) -> Iterator[str]:
     elif dest.exists() and not dest.is_dir():
         yield f"{conversion.dest_dir} is not a folder."
     elif not conversion.overwrite and (taken := sorted(path.name for path in dest.glob("*.safetensors*"))):
-        yield f"{conversion.dest_dir} holds a model state ({list_names(taken)}): name another folder, or overwrite it."
+        yield f"{conversion.dest_dir} holds a model state ({listed(taken)}): name another folder, or overwrite it."
 
 
 def _build_mapper(conversion: Conversion, names: Sequence[str]) -> ModelStateMapper:

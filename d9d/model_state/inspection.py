@@ -11,10 +11,10 @@ import torch
 
 from d9d.model_state.io.files import INDEX_NAME, SINGLE_NAME, read_json_without_duplicates
 from d9d.model_state.io.manifest import MANIFEST_NAME, verify_manifest
-from d9d.model_state.io.names import list_names
 from d9d.model_state.io.source import ModelStateExamination, TensorInfo, examine_model_state
 from d9d.model_state.mapper.base import ModelStateMapper, StateGroup
 from d9d.model_state.mapper.check import check_mapper
+from d9d.model_state.mapper.names import listed
 from d9d.model_state.mapper.pieces import TensorPieces
 from d9d.model_state.mapper_reference import describe_with_place
 
@@ -100,7 +100,7 @@ def _other_files(directory: Path, found: ModelStateExamination, has_index: bool)
 def _leftover_problems(directory: Path) -> Iterator[str]:
     if leftovers := [path.name for path in directory.glob(".tmp-*")]:
         yield (
-            f"{directory} holds what an export has left that was killed, or that runs just now: {list_names(leftovers)}. "
+            f"{directory} holds what an export has left that was killed, or that runs just now: {listed(leftovers)}. "
             "The next export there removes it."
         )
 
@@ -166,7 +166,7 @@ def dry_run(mapper: ModelStateMapper, tensors: Mapping[str, TensorInfo]) -> DryR
                 outputs |= _trace(mapper, group, tensors)
             except Exception as error:  # noqa: BLE001  # whatever the code of a mapper raises is what we look for
                 reason = str(error) if isinstance(error, ValueError) else describe_with_place(error)
-                problems.append(f"{list_names(group.inputs)} -> {list_names(group.outputs)}: {reason}")
+                problems.append(f"{listed(group.inputs)} -> {listed(group.outputs)}: {reason}")
     return DryRun(outputs=outputs, unread=tuple(sorted(tensors.keys() - wanted)), problems=tuple(problems))
 
 
@@ -178,7 +178,7 @@ def _trace(
     if traced is None:
         return {}
     if traced.keys() != group.outputs:
-        raise ValueError(f"the mapper announces these outputs, but makes {list_names(traced) or 'none'}")
+        raise ValueError(f"the mapper announces these outputs, but makes {listed(traced) or 'none'}")
     return dict(traced)
 
 
@@ -217,7 +217,7 @@ def format_dry_run(mapper: ModelStateMapper, run: DryRun) -> str:
     if rows:
         parts.append(_table(("makes", "dtype", "shape", "size"), rows))
     if run.unread:
-        parts.append(f"not read: {counted(len(run.unread), 'tensor')}: {list_names(run.unread)}")
+        parts.append(f"not read: {counted(len(run.unread), 'tensor')}: {listed(run.unread)}")
     problems = "\n".join(f"  {problem}" for problem in run.problems)
     parts.append(f"the mapper does not fit:\n{problems}" if run.problems else "the mapper fits")
     return "\n\n".join(parts)

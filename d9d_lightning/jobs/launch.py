@@ -86,18 +86,43 @@ def build_launcher(
     return ProcessLauncher(strategy, name, num_devices, collect_weights)
 
 
+def tell_ranks(environment: ClusterEnvironment, num_devices: int, num_nodes: int) -> None:
+    """Tell a cluster environment which rank this process is, and how many there are."""
+    environment.set_global_rank(environment.node_rank() * num_devices + environment.local_rank())
+    environment.set_world_size(num_devices * num_nodes)
+
+
 def join_job(
-    params: DeviceMeshParameters, environment: ClusterEnvironment, num_devices: int, device: torch.device
+    params: DeviceMeshParameters,
+    environment: ClusterEnvironment,
+    num_devices: int,
+    device: torch.device,
+    timeout_s: float | None = None,
 ) -> DistributedContext:
     """Return the context of this process, joining the job on the first call. All ranks must call it.
 
     A default process group that exists already is used. Several Trainers of one process that ask for the same mesh
     share its groups, so that a module which one of them has distributed can be used by the next.
+
+    Args:
+        params: Parallelism degrees.
+        environment: Knows the ranks.
+        num_devices: Number of processes on each machine.
+        device: Device of this rank.
+        timeout_s: Time limit of collectives from now on, in seconds; None leaves it.
     """
-    known = _CONTEXTS.get((params, device))
-    if known is not None and known.groups[0] is dist.group.WORLD:
-        _ACTIVE["job"] = known
-        return known
+    context = _CONTEXTS.get((params, device))
+    if context is None or context.groups[0] is not dist.group.WORLD:
+        context = _CONTEXTS[params, device] = _build_context(params, environment, num_devices, device)
+    _ACTIVE["job"] = context
+    if timeout_s is not None:
+        context.set_timeout(timeout_s)
+    return context
+
+
+def _build_context(
+    params: DeviceMeshParameters, environment: ClusterEnvironment, num_devices: int, device: torch.device
+) -> DistributedContext:
     os.environ.update(
         RANK=str(environment.global_rank()),
         WORLD_SIZE=str(environment.world_size()),
@@ -106,10 +131,7 @@ def join_job(
         MASTER_ADDR=environment.main_address,
         MASTER_PORT=str(environment.main_port),
     )
-    context = DistributedContext(params, logging.INFO, device=device)
-    _CONTEXTS[params, device] = context
-    _ACTIVE["job"] = context
-    return context
+    return DistributedContext(params, logging.INFO, device=device)
 
 
 def active_context() -> DistributedContext | None:

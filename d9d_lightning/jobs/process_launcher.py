@@ -33,6 +33,7 @@ from torch.multiprocessing.spawn import ProcessContext, start_processes
 from typing_extensions import override
 
 from d9d.core.parent_watch import ends_with_parent
+from d9d_lightning.model_states.used_modules import note_run
 
 __all__ = ["ProcessLauncher"]
 
@@ -179,6 +180,7 @@ class ProcessLauncher(_MultiProcessingLauncher):
         super()._recover_results_in_main_process(worker_output, trainer)
         if worker_output.weights_path is not None:
             Path(worker_output.weights_path).parent.rmdir()
+            note_run(trainer.lightning_module)
 
 
 def _wait_for_result(processes: ProcessContext, results: "SimpleQueue[Any]") -> Any:  # noqa: ANN401  # the user's

@@ -11,6 +11,7 @@ from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.utilities.imports import _IS_INTERACTIVE
 
 from d9d.core.dist_context import DeviceMeshParameters
+from d9d_lightning.model_states.options import ModelStateOptions
 from d9d_lightning.options.mesh import MeshOption
 from d9d_lightning.options.schedule import schedule_option_problems
 
@@ -37,6 +38,7 @@ def strategy_problems(
     bucket_size_mb: object = 32,
     min_unit_params: object = 0,
     timeout_s: object = None,
+    model_states: ModelStateOptions | None = None,
 ) -> list[str]:
     """Say all that is wrong with the options of the strategy, each with its numbers and how to mend it.
 
@@ -53,6 +55,7 @@ def strategy_problems(
         bucket_size_mb: Size of gradient buckets in MiB.
         min_unit_params: Smallest FSDP unit of the default plan.
         timeout_s: Time limit of collectives in seconds; None for the usual one.
+        model_states: Where weights come from; None keeps those of the module.
     """
     problems = _process_problems(environment, num_devices, num_nodes)
     try:
@@ -73,6 +76,8 @@ def strategy_problems(
             "precision='bf16-mixed' or 'bf16-true' of the Trainer."
         )
     problems += _number_problems(bucket_size_mb, min_unit_params, timeout_s)
+    if model_states is not None:
+        problems += model_states.problems()
     if not starts_elsewhere(environment) and num_devices * num_nodes > 1:
         problems += _launcher_problems(launcher, num_nodes)
     return problems

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from typing import Literal, Self
 
 from d9d.core.dist_context import DeviceMeshParameters
+from d9d.core.mesh_groups import RankLayout
 
-__all__ = ["MeshOption", "MeshSpec"]
+__all__ = ["MeshOption", "MeshSpec", "replica_of"]
 
 MeshSpec = DeviceMeshParameters | Mapping[str, int | Literal["auto"]] | Literal["auto"] | None
 """Degrees by name, where one may be -1 or "auto"; or "auto" and None, which replicate over all processes."""
@@ -75,6 +76,12 @@ class MeshOption:
                 f"or other degrees."
             )
         return DeviceMeshParameters(**self.degrees, **{self.open_degree: num_processes // given})
+
+
+def replica_of(params: DeviceMeshParameters, rank: int) -> int:
+    """Return which of the data-parallel parts of the samples a rank reads. Arithmetic, before any group exists."""
+    layout = RankLayout(shape=params.root_shape, rank=rank)
+    return layout.coordinate("dp_replicate") * params.data_parallel_shard + layout.coordinate("dp_shard")
 
 
 def _refuse_bad_entries(written: Mapping[str, object]) -> None:

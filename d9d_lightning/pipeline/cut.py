@@ -32,7 +32,16 @@ from d9d_lightning.pipeline.stage_cut import nearest
 from d9d_lightning.pipeline.stages import PipelineStages, StageModule, build_stages, plan_cut
 from d9d_lightning.placements.explain import StageMap
 
-__all__ = ["Pipeline", "PipelineOptions", "check_cut", "cut_module", "map_stages", "pipeline_of"]
+__all__ = [
+    "Pipeline",
+    "PipelineOptions",
+    "check_cut",
+    "cut_module",
+    "cut_of",
+    "map_stages",
+    "norm_scope_of",
+    "pipeline_of",
+]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,6 +139,18 @@ _PIPELINES: weakref.WeakKeyDictionary[nn.Module, Pipeline] = weakref.WeakKeyDict
 def pipeline_of(module: nn.Module) -> Pipeline | None:
     """Return the stages of a module that an earlier run has cut."""
     return _PIPELINES.get(module)
+
+
+def cut_of(module: nn.Module) -> StageCut | None:
+    """Return what the whole of a module is that an earlier run has cut."""
+    pipeline = pipeline_of(module)
+    return None if pipeline is None else pipeline.cut
+
+
+def norm_scope_of(module: nn.Module | None) -> NormScope:
+    """Return what norms of gradients of a module extend over on this rank, besides shards."""
+    pipeline = None if module is None else pipeline_of(module)
+    return NormScope() if module is None or pipeline is None else pipeline.norm_scope(module)
 
 
 def check_cut(module: nn.Module, context: DistributedContext | None, options: PipelineOptions | None) -> None:

@@ -123,8 +123,13 @@ class ModelBuffers:
     As under DDP, ranks use those of rank 0: running statistics, code books and the like have seen different data.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        """Note the places of the buffers; their tensors may be exchanged."""
+    def __init__(self, module: nn.Module, *, differ: bool = False) -> None:
+        """Note the places of the buffers; their tensors may be exchanged.
+
+        Args:
+            module: Has the buffers.
+            differ: Whether ranks may have different ones now.
+        """
         self._places = [
             (owner, name)
             for owner in module.modules()
@@ -132,7 +137,7 @@ class ModelBuffers:
             for name, buffer in owner.named_buffers(recurse=False)
             if buffer.numel()
         ]
-        self._differ = False
+        self._differ = differ and bool(self._places)
 
     def note_step(self) -> None:
         """Note that a training step is about to change them on each rank."""

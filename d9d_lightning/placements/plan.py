@@ -6,10 +6,11 @@ import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, Self, TypeAlias, get_args
 
 import yaml
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
@@ -80,6 +81,30 @@ class ParallelPlan:
     """Smallest FSDP unit of the default plan where no block repeats, in parameters."""
     fsdp_kwargs: Mapping[str, Any]  # torch's own arguments, passed through
     """``mp_policy`` and ``reshard_after_forward`` of ``fully_shard``."""
+
+    @classmethod
+    def read(
+        cls,
+        parallelize: Parallelize,
+        min_unit_params: int,
+        mp_policy: MixedPrecisionPolicy | None,
+        reshard_after_forward: bool | int | None,
+    ) -> Self:
+        """Take what a user has written; see `read_plan`."""
+        fsdp_kwargs: dict[str, Any] = {"reshard_after_forward": reshard_after_forward}
+        if mp_policy is not None:
+            fsdp_kwargs["mp_policy"] = mp_policy
+        return cls(parallelize=read_plan(parallelize), min_unit_params=min_unit_params, fsdp_kwargs=fsdp_kwargs)
+
+    @property
+    def has_mp_policy(self) -> bool:
+        """Whether FSDP is to convert types itself."""
+        return "mp_policy" in self.fsdp_kwargs
+
+    @property
+    def stays_gathered(self) -> bool:
+        """Whether FSDP may keep parameters gathered while batches accumulate."""
+        return self.fsdp_kwargs["reshard_after_forward"] is None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,7 @@ Run: torchrun --nproc-per-node 2 -m tests.benchmarks.lightning_strategy [--again
 """
 
 import argparse
+import itertools
 import logging
 import os
 import statistics
@@ -138,7 +139,7 @@ def time_microbatches(arguments: argparse.Namespace) -> None:
         plain = [time_plain_loop(count, arguments) for count in counts]
         more = [one - other for one, other in zip(ours, plain, strict=True)]
         extra.append([(more[i + 1] - more[i]) / (counts[i + 1] - counts[i]) for i in (0, 1)])
-    for position, span in enumerate(zip(counts[:-1], counts[1:], strict=True)):
+    for position, span in enumerate(itertools.pairwise(counts)):
         column = [row[position] for row in extra]
         print(
             f"Lightning, width {arguments.width}: each microbatch from {span[0]} to {span[1]} costs "

@@ -15,6 +15,7 @@ from d9d.loop.component.inference_operator import InferenceTaskOperator
 from d9d.loop.component.job_logger import JobLogger
 from d9d.loop.component.job_schedule import JobSchedule
 from d9d.loop.component.model_stage import ModelStageFactory
+from d9d.loop.component.model_states import ModelStageExporter
 from d9d.loop.component.optimizer_factory import OptimizerFactory
 from d9d.loop.component.pipeline_state import PipelineStateHandler
 from d9d.loop.component.profiler import JobProfiler
@@ -34,6 +35,7 @@ __all__ = [
     "JobProfiler",
     "JobSchedule",
     "ManualGarbageCollector",
+    "ModelStageExporter",
     "ModelStageFactory",
     "OptimizerFactory",
     "PipelineStateHandler",

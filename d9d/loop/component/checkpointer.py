@@ -57,7 +57,8 @@ class StateCheckpointer:
         self._schedule = schedule
         self._config = config
         self._gc = gc
-        self._save_dir = config.save_dir if run_name is None else config.save_dir / run_name
+        self.save_dir = config.save_dir if run_name is None else config.save_dir / run_name
+        """Folder of the checkpoints of the run."""
 
     def checkpoint_if_needed(self, state: Stateful) -> None:
         """Save after a step that the config selects. All ranks must call it after `JobSchedule.step`; blocks."""
@@ -67,7 +68,7 @@ class StateCheckpointer:
             self._save(state)
 
     def _save(self, state: Stateful) -> None:
-        final = self._save_dir / f"save-{self._schedule.current_step}"
+        final = self.save_dir / f"save-{self._schedule.current_step}"
         partial = final.with_name(f"{final.name}.partial")
         self._gc.collect_forced()
         self._on_main_process(partial, lambda: _make_empty(partial))
@@ -111,20 +112,20 @@ class StateCheckpointer:
 
     def _list_complete(self) -> list[tuple[int, Path]]:
         """Return the complete checkpoints, oldest step first."""
-        if not self._save_dir.is_dir():
+        if not self.save_dir.is_dir():
             return []
         found = [
             (int(match.group(1)), path)
-            for path in self._save_dir.iterdir()
+            for path in self.save_dir.iterdir()
             if (match := _COMPLETE.fullmatch(path.name)) and not path.is_symlink() and (path / _METADATA).is_file()
         ]
         return sorted(found)
 
-    def load_last_checkpoint(self, state: Stateful) -> None:
-        """Resume from the newest complete checkpoint, if there is one. All ranks must call it; blocks."""
+    def load_last_checkpoint(self, state: Stateful) -> bool:
+        """Resume from the newest complete checkpoint, and return whether there is one. All ranks must call it; blocks."""
         path = self._find_newest()
         if path is None:
-            return
+            return False
         metadata = filesystem.FileSystemReader(path).read_metadata()
         saved: SavedTensors = {
             key.removeprefix(f"{_STATE}."): value if isinstance(value, TensorStorageMetadata) else None
@@ -146,6 +147,7 @@ class StateCheckpointer:
         state.load_state_dict(loaded[_STATE])
         if self._dist_context.is_main_process:
             self._dist_context.logger.info("resumed from %s", path)
+        return True
 
     def _find_newest(self) -> Path | None:
         newest: list[str | None] = [None]

@@ -10,10 +10,16 @@ from torch.distributed.tensor import DTensor
 from d9d.core.dist_context import DistributedContext
 from d9d.core.placement import trainable
 from d9d.internals.materialize import materialize_module, seed_names_of_stages
-from d9d.internals.tied_parameters import StageMemory, agree_on_ties, tie_parameters
+from d9d.internals.tied_parameters import StageMemory, agree_on_ties
+from d9d.loop.component.model_states import load_and_tie_stages
 from d9d.loop.component.tracked_modules import TrackedModules, everything, only_trainable
 from d9d.loop.config import ModelStageFactoryConfig, PipeliningConfig
-from d9d.loop.control import InitializeModelStageContext, ModelProvider, ParallelizeModelStageContext
+from d9d.loop.control import (
+    InitializeModelStageContext,
+    InitializeModelStageResult,
+    ModelProvider,
+    ParallelizeModelStageContext,
+)
 from d9d.pipelining.api import PipelineStageInfo
 from d9d.pipelining.factory import PipelineScheduleInfo, build_schedule
 
@@ -37,15 +43,7 @@ class ModelStageFactory:
             config_model: Where weights come from, and which of them checkpoints hold.
             config_pipelining: How stages are scheduled.
             seed: Seed of the initial weights, which do not depend on the mesh.
-
-        Raises:
-            NotImplementedError: If the config names a source checkpoint.
         """
-        if config_model.source_checkpoint is not None:
-            raise NotImplementedError(
-                f"model_stage_factory.source_checkpoint ({config_model.source_checkpoint}): loading of model states "
-                f"arrives with a later release. Leave it empty, or load the weights in the model provider."
-            )
         self._provider = model_provider
         self._dist_context = dist_context
         self._config = config_model
@@ -57,15 +55,18 @@ class ModelStageFactory:
         """Build the stages and the schedule that runs them. All ranks must call it.
 
         Raises:
-            ValueError: If stages share weights in a way that cannot be kept; see `agree_on_ties`.
+            ValueError: If stages share weights in a way that cannot be kept, see `agree_on_ties`; or if something is
+                wrong with the source checkpoint or a mapper, see `load_and_tie_stages`.
         """
         context = self._dist_context
         stages: list[int] = []
+        built: list[InitializeModelStageResult[Any]] = []
         memory = StageMemory()
 
         def build(stage: PipelineStageInfo) -> nn.Module:
             stages.append(stage.current_stage)
-            return self._build_on_meta(stage, memory)
+            built.append(self._build_on_meta(stage, memory))
+            return built[-1].model
 
         schedule, modules = build_schedule(context, self._pipelining.schedule, build)
         ties = agree_on_ties(modules, stages, context, memory)
@@ -76,10 +77,11 @@ class ModelStageFactory:
             self._tell_of_shared_names(module, names)
             materialize_module(module, context.current_device, self._seed, group=context.data_group, seed_names=names)
             module.train()
+        tied = load_and_tie_stages(modules, built, ties, context, self._config.source_checkpoint)
         predicate = only_trainable if self._config.checkpoint_only_trainable_parameters else everything
-        return schedule, TrackedModules(context, modules, predicate, tie_parameters(modules, ties, context))
+        return schedule, TrackedModules(context, modules, predicate, tied)
 
-    def _build_on_meta(self, stage: PipelineStageInfo, memory: StageMemory) -> nn.Module:
+    def _build_on_meta(self, stage: PipelineStageInfo, memory: StageMemory) -> InitializeModelStageResult[Any]:
         context = self._dist_context
         with torch.device("meta"):
             built = self._provider.initialize_model_stage(
@@ -94,7 +96,7 @@ class ModelStageFactory:
             )
             self._refuse_undistributed(model)
             memory.add(stage.current_stage, model)
-        return model
+        return built
 
     def _tell_of_shared_names(self, module: nn.Module, seed_names: Mapping[str, str]) -> None:
         with_parameters = [

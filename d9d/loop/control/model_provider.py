@@ -2,6 +2,7 @@
 
 import abc
 import dataclasses
+from collections.abc import Sequence
 from typing import Generic, TypeVar
 
 from torch import nn
@@ -47,10 +48,13 @@ class InitializeModelStageResult(Generic[TModel]):
     Attributes:
         model: The stage, on the meta device.
         state_mapper: Turns the tensors of a model state into those of the stage, when the job loads one.
+        keep: Patterns, as of `fnmatch`, of parameters and buffers that keep their initial values then, such as adapters
+            and new heads. All others must come from the mapper.
     """
 
     model: TModel
     state_mapper: ModelStateMapper
+    keep: Sequence[str] = ()
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)

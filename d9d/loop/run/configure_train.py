@@ -15,6 +15,7 @@ from d9d.loop.component import (
     JobProfiler,
     JobSchedule,
     ManualGarbageCollector,
+    ModelStageExporter,
     ModelStageFactory,
     OptimizerFactory,
     PipelineStateHandler,
@@ -199,6 +200,7 @@ class TrainingConfigurator:
                 stages_by_rank=pipeline.stages_by_rank,
                 saved_elsewhere=() if pipeline.has_last_stage else ("task",),
             ),
+            exporter=ModelStageExporter(self._model_provider, modules, context),
         )
 
 

@@ -6,6 +6,7 @@ from typing import Protocol, runtime_checkable
 
 from d9d.core.dist_context import DeviceMeshParameters
 from d9d.core.launch import LaunchEnvironment
+from d9d.internals.model_states import source_problems
 from d9d.loop.config import InferenceConfig, StepActionSpecial, TrainerConfig
 from d9d.pipelining.factory import (
     PipelineScheduleInferenceConfig,
@@ -48,11 +49,9 @@ def refuse_problems(mesh: DeviceMeshParameters, config: TrainerConfig | Inferenc
             problems.append(
                 f"trainer.pipelining.timeline.step ({timeline.step}) is after the last step of the job ({total_steps})."
             )
-    if config.model_stage_factory.source_checkpoint is not None:
-        problems.append(
-            f"{root}.model_stage_factory.source_checkpoint ({config.model_stage_factory.source_checkpoint}) must be "
-            f"empty: loading of model states arrives with a later release."
-        )
+    source = config.model_stage_factory.source_checkpoint
+    if source is not None:
+        problems.extend(source_problems(f"{root}.model_stage_factory.source_checkpoint", source))
     if isinstance(data_provider, ChecksMesh):
         problems.extend(data_provider.mesh_problems(mesh))
     if not problems and config.checkpointing.period_steps != StepActionSpecial.disable:

@@ -19,6 +19,7 @@ from d9d.loop.component import (
     JobProfiler,
     JobSchedule,
     ManualGarbageCollector,
+    ModelStageExporter,
     StateCheckpointer,
     TimeoutManager,
     TrackedModules,
@@ -67,6 +68,7 @@ class TrainJobState:
     timeouts: TimeoutManager
     checkpointer: StateCheckpointer
     checkpointed: CheckpointedState
+    exporter: ModelStageExporter
 
 
 class Trainer:
@@ -167,9 +169,23 @@ class Trainer:
         return False
 
     def export(self, export_to: Path, load_checkpoint: bool) -> None:
-        """Write the weights as a model state. Not available yet.
+        """Write the weights as a model state, through the mapper of ``prepare_export_model_stage``.
+
+        All ranks must call it, and it blocks until all have. It fails on all ranks if it fails on one.
+
+        Args:
+            export_to: Folder of the model state, on a file system that all ranks share.
+            load_checkpoint: Whether to export the newest checkpoint of the run instead of the weights as they are now. The
+                job then is where that checkpoint was written.
 
         Raises:
-            NotImplementedError: Always.
+            FileNotFoundError: If there is no checkpoint.
+            NotImplementedError: If the model provider has no export.
         """
-        raise NotImplementedError("Trainer.export arrives with model state I/O in a later release.")
+        job = self._state
+        if load_checkpoint and not job.checkpointer.load_last_checkpoint(job.checkpointed):
+            raise FileNotFoundError(
+                f"export: {job.checkpointer.save_dir} holds no checkpoint. Train with checkpointing.period_steps set, or "
+                f"export the weights as they are now (load_checkpoint=False)."
+            )
+        job.exporter.export(export_to)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path, PureWindowsPath
 from typing import cast
 
-from d9d.model_state.io.names import list_names
+from d9d.model_state.mapper.names import listed
 
 __all__ = ["INDEX_NAME", "SINGLE_NAME", "ModelStateFiles", "find_files", "read_json_without_duplicates"]
 
@@ -99,7 +99,7 @@ def read_json_without_duplicates(text: bytes) -> object:
         if len(result) != len(pairs):
             seen: set[str] = set()
             twice = {key for key, _ in pairs if key in seen or seen.add(key)}
-            raise ValueError(f"a key occurs twice: {list_names(twice)}")
+            raise ValueError(f"a key occurs twice: {listed(twice)}")
         return result
 
     try:
@@ -132,15 +132,15 @@ def _nothing_usable(src: Path, found: list[str], leftovers: list[str], shards: l
     if shards or leftovers:
         reason = "a download or an export that was stopped" if shards else "an export that was stopped"
         return (
-            f"{src} holds shards of a model state, but no {INDEX_NAME}: {list_names([*found, *leftovers])}. It is not "
+            f"{src} holds shards of a model state, but no {INDEX_NAME}: {listed([*found, *leftovers])}. It is not "
             f"complete, as after {reason}: fetch or export it again."
         )
     if found:
         return (
             f"{src} holds several .safetensors files, but no {INDEX_NAME} that says what belongs together: "
-            f"{list_names(found)}. Give the path of one of them."
+            f"{listed(found)}. Give the path of one of them."
         )
-    there = list_names(path.name for path in src.iterdir())
+    there = listed(path.name for path in src.iterdir())
     return f"{src} holds no model state: expected {INDEX_NAME} or a .safetensors file; there is {there or 'nothing'}."
 
 
@@ -176,7 +176,7 @@ def _read_index(directory: Path, name: str, roots: list[Path], problems: list[st
     entries = cast("dict[str, object]", weight_map)
     wrong = [key for key, value in entries.items() if not isinstance(value, str)]
     if wrong:
-        problems.append(f"The index {path} gives something else than the name of a file for {list_names(wrong)}.")
+        problems.append(f"The index {path} gives something else than the name of a file for {listed(wrong)}.")
     return {key: value for key, value in entries.items() if isinstance(value, str)}
 
 
@@ -206,7 +206,7 @@ def _resolve_all(
     if missing:
         problems.append(
             f"{len(missing)} of {len(names)} files of the model state in {directory} are missing: "
-            f"{list_names(missing)}. Fetch or export it again."
+            f"{listed(missing)}. Fetch or export it again."
         )
     return paths
 

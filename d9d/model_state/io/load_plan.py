@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor
 
 from d9d.core.placement import local_tensor
 from d9d.model_state.io.boxes import local_boxes
-from d9d.model_state.io.names import list_names, list_with_nearest
 from d9d.model_state.io.problems import raise_problems
 from d9d.model_state.io.reader import (
     ReadableGroup,
@@ -27,6 +26,7 @@ from d9d.model_state.io.reader import (
 )
 from d9d.model_state.io.source import ModelStateSource, TensorInfo
 from d9d.model_state.mapper.base import ModelStateMapper, StateGroup
+from d9d.model_state.mapper.names import NearestNames, listed
 from d9d.model_state.mapper.pieces import TensorPieces
 
 __all__ = ["LoadPlan", "PlannedGroup", "Target", "check_output", "plan_load", "trace_group"]
@@ -131,7 +131,7 @@ def _find_targets(
             try:
                 local_boxes(tensor)
             except NotImplementedError as error:
-                problems.append(f"{list_names(names)} cannot be filled: {error}")
+                problems.append(f"{listed(names)} cannot be filled: {error}")
         targets.update(dict.fromkeys(names, Target(tuple(sorted(names)), tensor)))
     return targets, kept
 
@@ -145,16 +145,16 @@ def _unfillable(tensors: Mapping[str, torch.Tensor], kept: Collection[str], owne
     if unallocated:
         problems.append(
             f"{len(unallocated)} parameters or buffers of the model are on the meta device, without memory: "
-            f"{list_names(unallocated)}. Materialize the model first, as by model.to_empty(device=...)."
+            f"{listed(unallocated)}. Materialize the model first, as by model.to_empty(device=...)."
         )
     if computed:
         problems.append(
-            f"state_dict() of the model computes {list_names(computed)} instead of giving its parameters and buffers, so "
+            f"state_dict() of the model computes {listed(computed)} instead of giving its parameters and buffers, so "
             f"that they cannot be filled; name them in `keep`, or load before what computes them is added."
         )
     if repeated:
         problems.append(
-            f"Elements of {list_names(repeated)} share memory with one another, as after expand(), so that they cannot be "
+            f"Elements of {listed(repeated)} share memory with one another, as after expand(), so that they cannot be "
             f"set one by one. Register a clone() of the tensor, or name it in `keep`."
         )
     return problems
@@ -190,11 +190,11 @@ def _check_outputs_against(
             else:
                 unexpected.add(name)
     if twice:
-        problems.append(f"The mapper produces from several groups: {list_names(twice)}.")
+        problems.append(f"The mapper produces from several groups: {listed(twice)}.")
     if unexpected:
         problems.append(
             f"The mapper produces {len(unexpected)} tensors that the model does not have: "
-            f"{list_with_nearest(unexpected, targets)}."
+            f"{NearestNames(targets).described(unexpected)}."
         )
     return producers
 
@@ -219,13 +219,13 @@ def _choose(
             unset.update(target.names)
         if names and kept_names:
             problems.append(
-                f"{list_names(kept_names)} is to stay as it is, but is the same parameter as {list_names(names)}, which "
+                f"{listed(kept_names)} is to stay as it is, but is the same parameter as {listed(names)}, which "
                 f"the mapper produces. Let `keep` match all of these names, or none."
             )
     if unset:
         problems.append(
             f"{len(unset)} parameters or buffers of the model are not produced by the mapper: "
-            f"{list_with_nearest(unset, set(produced))}. Add mappers for them, or name them in `keep` if they shall stay as "
+            f"{NearestNames(set(produced)).described(unset)}. Add mappers for them, or name them in `keep` if they shall stay as "
             f"they are."
         )
     return chosen
@@ -274,9 +274,7 @@ def _predict(
         outputs = mapper.apply({info.name: torch.empty(info.shape, dtype=info.dtype, device="meta") for info in infos})
         check_outputs(mapper, readable.group, outputs)
     except (ValueError, IndexError) as error:
-        problems.append(
-            f"{list_names(readable.inputs)} cannot be mapped to {list_names(readable.group.outputs)}: {error}"
-        )
+        problems.append(f"{listed(readable.inputs)} cannot be mapped to {listed(readable.group.outputs)}: {error}")
         return False, {}
     except RuntimeError:
         # Mappers may look at values, which tensors without data do not have. Running the group tells what is wrong.

@@ -17,9 +17,9 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from d9d.core.placement import local_tensor
-from d9d.model_state.io.names import list_names, list_with_nearest
 from d9d.model_state.io.source import ModelStateSource, TensorInfo, open_model_state
 from d9d.model_state.mapper.base import ModelStateMapper, StateGroup
+from d9d.model_state.mapper.names import NearestNames, listed
 
 __all__ = [
     "ReadableGroup",
@@ -116,7 +116,7 @@ def missing_inputs(
 def missing_text(names: Collection[str], tensors: Collection[str]) -> str:
     """Say which tensors a source lacks."""
     return (
-        f"{len(names)} tensors are not in it: {list_with_nearest(names, tensors)}. A mapper names those that may be "
+        f"{len(names)} tensors are not in it: {NearestNames(tensors).described(names)}. A mapper names those that may be "
         f"missing in optional_inputs."
     )
 
@@ -156,8 +156,8 @@ def check_outputs(mapper: ModelStateMapper, group: StateGroup, outputs: Collecti
     """Raise ValueError if a mapper has returned something else than the outputs that it has declared."""
     if frozenset(outputs) != group.outputs:
         raise ValueError(
-            f"{type(mapper).__name__} returned {list_names(outputs) or 'nothing'} for the group of "
-            f"{list_names(group.inputs)}; it has declared {list_names(group.outputs) or 'nothing'}."
+            f"{type(mapper).__name__} returned {listed(outputs) or 'nothing'} for the group of "
+            f"{listed(group.inputs)}; it has declared {listed(group.outputs) or 'nothing'}."
         )
 
 

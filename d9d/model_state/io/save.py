@@ -381,7 +381,7 @@ def _plan(mapper: ModelStateMapper, state: dict[str, torch.Tensor], num_peers: i
 def _check_same_plan(plan: _Plan, ranks: _Ranks) -> None:
     """Refuse, on all ranks, if ranks that hold the same modules would gather different tensors."""
     lines = [_description(name, tensor) for name, tensor in plan.state.items()]
-    lines += [f"{sorted(group.inputs)} -> {sorted(group.outputs)}" for group in plan.groups]
+    lines += [f"{', '.join(sorted(group.inputs))} -> {', '.join(sorted(group.outputs))}" for group in plan.groups]
     digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
     with ranks.everyone.failing_together():
         # Lines travel only where there is something to explain.

@@ -20,8 +20,8 @@ from safetensors import SafetensorError, safe_open
 
 from d9d.model_state.io.files import ModelStateFiles, find_files, read_json_without_duplicates
 from d9d.model_state.io.manifest import verify_manifest
-from d9d.model_state.io.names import list_names, list_with_nearest
 from d9d.model_state.io.problems import raise_problems
+from d9d.model_state.mapper.names import NearestNames, listed
 from d9d.model_state.mapper.pieces import Box
 
 __all__ = ["ModelStateExamination", "ModelStateSource", "TensorInfo", "examine_model_state", "open_model_state"]
@@ -281,7 +281,7 @@ def _infos(
         else:
             unknown.setdefault(dtype, []).append(name)
     problems.extend(
-        f"{shown} holds tensors of the dtype {dtype}, which is not supported: {list_names(names)}."
+        f"{shown} holds tensors of the dtype {dtype}, which is not supported: {listed(names)}."
         for dtype, names in sorted(unknown.items())
     )
     return infos
@@ -307,7 +307,7 @@ def _read_pickles(files: ModelStateFiles) -> _Contents:
             if isinstance(key, str) and type(value) is torch.Tensor and value.layout == torch.strided
         }
         if not isinstance(content, dict) or len(plain) != len(entries):
-            odd = list_names(str(key) for key in entries if key not in plain)
+            odd = listed(str(key) for key in entries if key not in plain)
             problems.append(
                 f"{shown} holds something else than plain tensors by name: {odd or type(content).__name__}."
             )
@@ -342,7 +342,7 @@ def _merge(
             if files.weight_map is not None and info.name not in files.weight_map:
                 unnamed.setdefault(file_name, []).append(info.name)
     notes.extend(
-        f"{files.directory / name} holds tensors that the index does not name: {list_names(names)}."
+        f"{files.directory / name} holds tensors that the index does not name: {listed(names)}."
         for name, names in unnamed.items()
     )
     if files.weight_map is None:
@@ -364,6 +364,6 @@ def _compare_with_index(
         elif found[name] != file:
             problems.append(f"The index of {files.directory} names {file} for {name!r}, which is in {found[name]}.")
     problems.extend(
-        f"The index of {files.directory} names tensors that {file} does not hold: {list_with_nearest(names, found)}."
+        f"The index of {files.directory} names tensors that {file} does not hold: {NearestNames(found).described(names)}."
         for file, names in sorted(absent.items())
     )

@@ -1,4 +1,7 @@
-"""Names of tensors in error messages: lists of bounded length, and what may have been meant instead."""
+"""Names of tensors in error messages: lists of bounded length, and what may have been meant instead.
+
+They are escaped, as a file may give its tensors any name.
+"""
 
 import difflib
 import heapq
@@ -14,7 +17,7 @@ _MAX_COMPARED = 32
 def listed(names: Iterable[str], limit: int = _MAX_LISTED) -> str:
     """Return names in quotes and in order, at most some of them."""
     ordered = sorted(names)
-    shown = ", ".join(f"'{name}'" for name in ordered[:limit])
+    shown = ", ".join(repr(name) for name in ordered[:limit])
     return shown if len(ordered) <= limit else f"{shown} and {len(ordered) - limit} more"
 
 
@@ -35,12 +38,12 @@ class NearestNames:
         shared = [len(own & trigrams) / len(own | trigrams) for trigrams in self._trigrams]
         best = heapq.nlargest(_MAX_COMPARED, range(len(shared)), key=shared.__getitem__)
         near = difflib.get_close_matches(name, [self._candidates[index] for index in best], n=1)
-        return f" (nearest: '{near[0]}')" if near else ""
+        return f" (nearest: {near[0]!r})" if near else ""
 
     def described(self, names: Iterable[str], limit: int = _MAX_LISTED) -> str:
         """Return names as `listed` does, each with its nearest one."""
         ordered = sorted(names)
-        shown = ", ".join(f"'{name}'{self.hint(name)}" for name in ordered[:limit])
+        shown = ", ".join(f"{name!r}{self.hint(name)}" for name in ordered[:limit])
         return shown if len(ordered) <= limit else f"{shown} and {len(ordered) - limit} more"
 
 

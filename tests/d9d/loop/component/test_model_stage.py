@@ -118,11 +118,6 @@ def test_values_must_come_from_somewhere():
         build(local(), Provider(is_careless=True))
 
 
-def test_loading_comes_later(tmp_path):
-    with pytest.raises(NotImplementedError, match="source_checkpoint"):
-        factory_of(local(), Provider(), source_checkpoint=tmp_path)
-
-
 def test_checkpoints_of_trainable_parameters_only():
     modules = build(local(), Provider(), checkpoint_only_trainable_parameters=True)
     modules.modules[0].first.requires_grad_(False)

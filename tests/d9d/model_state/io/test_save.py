@@ -336,9 +336,7 @@ def test_ranks_with_different_modules_are_refused(tmp_path: Path):
     rank = dist.get_rank()
     mesh = init_device_mesh("cpu", (2,))
     tensors = {name: distribute_tensor(numbers((6, 2)), mesh, [Shard(0)]) for name in "abc"}
-    with pytest.raises(
-        ValueError, match=r"would export different tensors.*'\['b'\] -> \['b'\]', 'a \(6, 2\) torch.float32"
-    ):
+    with pytest.raises(ValueError, match=r"would export different tensors.*'a \(6, 2\) torch.float32.*'b -> b'"):
         save_model_state(tmp_path, identity("c", "b" if rank else "a"), Holder(dict(tensors)), show_progress=False)
     # On one rank it is not distributed at all.
     mixed = {**tensors, "a": numbers((6, 2))} if rank else tensors

@@ -1,0 +1,163 @@
+"""Packs from lanes that keep a state, the same for any number of ranks."""
+
+import itertools
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from d9d.core.protocol import MicrobatchPackStream
+from d9d.core.types import CollateFn, MicrobatchPack
+from d9d.dataset.lanes.lane_stream import LaneStream
+from d9d.dataset.lanes.order import Tail
+from d9d.dataset.lanes.plan import DataPlan
+from d9d.dataset.lanes.state import LaneState, check_resume
+
+__all__ = ["ElasticLaneStream"]
+
+_LANES_KEY = "lanes"
+
+
+class ElasticLaneStream(MicrobatchPackStream):
+    """Draws the packs of one data-parallel rank from the streams of its lanes.
+
+    In each step, each lane gives the same number of microbatches, and neighbouring lanes belong to one rank, so that
+    content and order of all microbatches are the same for any number of ranks that divides the lanes. Elements are made
+    where the stream is read; the position is after the last pack that was handed out.
+
+    The state has a key for each lane of this rank. A checkpoint gathers those of all ranks, and each rank finds the keys
+    of its lanes there, however many ranks there are. Ranks that share their lanes hold the same values.
+
+    Args:
+        build_lane: Builds the stream of a lane from its index, at its start.
+        collate_fn: Makes a microbatch from its elements.
+        plan: Global batch sizes, counted in elements, microbatch size, lanes and seed; the same on every rank. Its tail
+            must be `Tail.wrap`, it must have no end (`num_epochs=None`) and skip nothing.
+        dp_size: Number of data-parallel ranks.
+        dp_rank: Index of this rank among them.
+        total_steps: Number of packs until the stream ends; None for no end.
+        fingerprint: Of the dataset, compared at a resume; empty to leave it out.
+
+    Raises:
+        ValueError: The plan cannot be followed; names all problems.
+    """
+
+    def __init__(
+        self,
+        build_lane: Callable[[int], LaneStream[Any]],
+        collate_fn: CollateFn,
+        plan: DataPlan,
+        *,
+        dp_size: int,
+        dp_rank: int,
+        total_steps: int | None = None,
+        fingerprint: str = "",
+    ) -> None:
+        problems = _problems(plan, dp_size, dp_rank)
+        if problems:
+            raise ValueError(" ".join(problems))
+        lanes_per_rank = plan.num_lanes // dp_size
+        first_lane = dp_rank * lanes_per_rank
+        self._lanes = {lane: build_lane(lane) for lane in range(first_lane, first_lane + lanes_per_rank)}
+        self._collate_fn = collate_fn
+        self._configured_plan = plan
+        self._plan = plan
+        self._total_steps = total_steps
+        self._fingerprint = fingerprint
+        self._num_steps = 0
+        self._iteration = 0
+
+    @property
+    def has_rank_invariant_state(self) -> bool:
+        """Tell that any number of ranks can resume the state: its keys are lanes, not ranks."""
+        return True
+
+    @property
+    def global_batch_size(self) -> int | None:
+        """Number of elements of the next step over all ranks."""
+        return self._plan.schedule.global_batch_size(self._num_steps)
+
+    @property
+    def total_steps(self) -> int | None:
+        """Number of packs until the stream ends, or None."""
+        return self._total_steps
+
+    def __iter__(self) -> Iterator[MicrobatchPack[Any]]:
+        self._iteration += 1
+        iteration = self._iteration
+        first, total = self._num_steps, self._total_steps
+        for step in itertools.count(first) if total is None else range(first, total):
+            if iteration != self._iteration:
+                raise RuntimeError("this iterator is stale: the stream was moved or iterated anew after it began.")
+            pack = self._draw_whole_pack(step)
+            self._num_steps = step + 1
+            yield pack
+
+    def _draw_whole_pack(self, step: int) -> MicrobatchPack[Any]:
+        before = self._lane_states()
+        try:
+            return self._draw_pack(step)
+        except BaseException:
+            # Some lanes are ahead now, and a state that is saved after the failure must not be.
+            self._load_lane_states(before)
+            raise
+
+    def _draw_pack(self, step: int) -> MicrobatchPack[Any]:
+        per_lane = self._plan.num_microbatches(step, self._plan.num_lanes)
+        size = self._plan.microbatch_size
+        return tuple(
+            self._collate_fn([next(stream) for _ in range(size)])
+            for stream in self._lanes.values()
+            for _ in range(per_lane)
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position after the last pack, and the state of each lane of this rank as JSON text."""
+        state: dict[str, Any] = LaneState.of(self._plan, self._num_steps, self._fingerprint).to_dict()
+        state[_LANES_KEY] = self._lane_states()
+        return state
+
+    def _lane_states(self) -> dict[str, str]:
+        return {str(lane): json.dumps(stream.state_dict()) for lane, stream in self._lanes.items()}
+
+    def _load_lane_states(self, states: dict[str, str]) -> None:
+        for lane, stream in self._lanes.items():
+            stream.load_state_dict(json.loads(states[str(lane)]))
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Move to a saved position. It takes effect at the next `iter()`, and ends iterators that run.
+
+        Raises:
+            ValueError: The position would mean other elements now, or a lane of this rank is not there.
+        """
+        saved = LaneState.from_dict(state_dict)
+        own = LaneState.of(self._configured_plan, 0, self._fingerprint)
+        check_resume(saved, own, lanes_hold_state=True)
+        states: dict[str, str] = state_dict[_LANES_KEY]
+        missing = [lane for lane in self._lanes if str(lane) not in states]
+        if missing:
+            raise ValueError(
+                f"the saved data position has no state for the lanes {missing}, only for {sorted(states)}."
+            )
+        self._plan = self._configured_plan.resumed_from(saved.schedule, saved.num_steps)
+        self._load_lane_states(states)
+        self._num_steps = saved.num_steps
+        self._iteration += 1
+
+
+def _problems(plan: DataPlan, dp_size: int, dp_rank: int) -> list[str]:
+    problems = plan.dp_problems(dp_size)
+    if not 0 <= dp_rank < max(dp_size, 1):
+        problems.append(f"dp_rank ({dp_rank}) must be from 0 to {dp_size - 1}.")
+    if plan.tail is not Tail.wrap:
+        problems.append(f"lanes with a state have no end of an epoch: set tail to 'wrap', not {plan.tail.value!r}.")
+    if plan.num_epochs is not None:
+        problems.append(
+            f"num_epochs ({plan.num_epochs}) cannot be kept, as how many elements come out of an epoch is not known "
+            "beforehand: set it to None, and total_steps to the number of steps."
+        )
+    if plan.schedule.skips:
+        problems.append(
+            f"skip_steps ({', '.join(map(str, plan.schedule.skips))}) cannot be jumped over: lanes with a state "
+            "know what comes next only when they have read what is before."
+        )
+    return problems

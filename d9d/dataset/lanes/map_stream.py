@@ -1,0 +1,303 @@
+"""Packs from a map-style dataset that are the same for any number of ranks, and that can be resumed at any step."""
+
+import contextlib
+import dataclasses
+import itertools
+from collections.abc import Generator, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.utils.data import DataLoader, Sampler
+
+from d9d.core.protocol import MicrobatchPackStream
+from d9d.core.types import CollateFn, MicrobatchPack
+from d9d.dataset.lanes.microbatch_loading import (
+    AttachWeights,
+    MicrobatchLoader,
+    MicrobatchRequest,
+    may_seed_generators,
+    microbatch_requests,
+)
+from d9d.dataset.lanes.order import Tail
+from d9d.dataset.lanes.plan import DataPlan
+from d9d.dataset.lanes.sample_loading import MapDataset, SampleError, SampleSeeds, kept_generators
+from d9d.dataset.lanes.state import LaneState, check_resume
+from d9d.dataset.sharded import dataset_length, derive_seed
+
+__all__ = ["ElasticMapStream", "LoaderOptions"]
+
+_DATASET_KEY = "dataset"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class LoaderOptions:
+    """Sets how PyTorch's loader runs. None of it changes which samples come, or in which order.
+
+    Raises:
+        ValueError: On creation; names all problems.
+
+    Attributes:
+        num_workers: Loader processes per rank; 0 loads where the stream is read.
+        persistent_workers: Keep loader processes when the stream starts anew.
+        pin_memory: Copy microbatches to page-locked memory, in a thread of the loader.
+        prefetch_factor: Microbatches that each loader process loads ahead; None for PyTorch's default.
+        timeout_s: Seconds to wait for a microbatch of a loader process; 0 for ever.
+        start_method: How loader processes start, "fork", "spawn" or "forkserver"; None for Python's default.
+    """
+
+    num_workers: int = 0
+    persistent_workers: bool = False
+    pin_memory: bool = False
+    prefetch_factor: int | None = None
+    timeout_s: float = 0.0
+    start_method: str | None = None
+
+    def __post_init__(self) -> None:
+        problems = [
+            f"{name} ({value}) must not be negative."
+            for name, value in (("num_workers", self.num_workers), ("timeout_s", self.timeout_s))
+            if value < 0
+        ]
+        if self.prefetch_factor is not None and self.prefetch_factor < 1:
+            problems.append(f"prefetch_factor ({self.prefetch_factor}) must be at least 1.")
+        if self.num_workers == 0:
+            for_workers: tuple[tuple[str, object, bool], ...] = (
+                ("persistent_workers", self.persistent_workers, self.persistent_workers),
+                ("prefetch_factor", self.prefetch_factor, self.prefetch_factor is not None),
+                ("timeout_s", self.timeout_s, self.timeout_s > 0),
+                ("start_method", self.start_method, self.start_method is not None),
+            )
+            problems.extend(
+                f"{name} ({value}) needs num_workers >= 1." for name, value, is_set in for_workers if is_set
+            )
+        if problems:
+            raise ValueError(" ".join(problems))
+
+
+class ElasticMapStream(MicrobatchPackStream):
+    """Loads the packs of one data-parallel rank by a plan, from any step on.
+
+    Microbatches, random numbers within samples included, are the same in content and order for any number of ranks that
+    divides the lanes and any number of loader processes, before and after a resume. The state counts packs that were
+    handed out, not what loader processes have read ahead, and moving to a state loads nothing.
+
+    [Note: random numbers within samples]
+    A dataset that takes seeds (`SeededDataset`) gets one for each sample that follows from the seed of the plan and the
+    position. Besides, the global CPU generators of PyTorch, NumPy and Python are seeded with that of its first position
+    before each microbatch is loaded and collated. In the process that trains (num_workers 0), they are put back after
+    each pack, so that training does not notice. A thread that reads packs ahead in that process leaves them alone, since
+    the main thread may draw from them at any moment: what draws random numbers must then take seeds, or load in processes.
+
+    Args:
+        dataset: Map-style dataset with as many samples as the plan says; the same on every rank.
+        collate_fn: Makes a microbatch from its samples.
+        plan: Places samples into steps, microbatches and ranks; the same on every rank.
+        dp_size: Number of data-parallel ranks.
+        dp_rank: Index of this rank among them. Ranks that differ in other dimensions of the mesh only share one.
+        loader: How to load.
+        fingerprint: Of the dataset (`dataset_fingerprint`), compared at a resume; empty to leave it out.
+        attach_weights: Puts the weights of samples into microbatches, such as `add_weights`; needed for `Tail.pad`.
+        seeds_generators: Whether to seed the global generators for each microbatch. Where neither dataset nor collate
+            function draw from them, turning it off saves some 10 microseconds each.
+
+    Raises:
+        ValueError: The plan does not fit the dataset or the ranks; names all problems.
+        TypeError: The dataset has no length.
+    """
+
+    def __init__(
+        self,
+        dataset: MapDataset,
+        collate_fn: CollateFn,
+        plan: DataPlan,
+        *,
+        dp_size: int,
+        dp_rank: int,
+        loader: LoaderOptions | None = None,
+        fingerprint: str = "",
+        attach_weights: AttachWeights | None = None,
+        seeds_generators: bool = True,
+    ) -> None:
+        problems = _problems(dataset_length(dataset), plan, dp_size, dp_rank, attach_weights)
+        if problems:
+            raise ValueError(" ".join(problems))
+        self._dataset = dataset
+        self._configured_plan = plan
+        self._place = _Place(plan, dp_size, dp_rank)
+        self._fingerprint = fingerprint
+        self._iteration = 0
+        options = loader or LoaderOptions()
+        self._disturbs_generators = options.num_workers == 0 and seeds_generators
+        self._worker_seeds = torch.Generator()
+        microbatches = MicrobatchLoader(
+            dataset, collate_fn, plan.order, SampleSeeds(plan.seed), attach_weights, seeds_generators
+        )
+        self._microbatches = _build_loader(microbatches, self._place, options, self._worker_seeds)
+
+    @property
+    def plan(self) -> DataPlan:
+        """Plan of the run; after a resume, with the sizes of the steps that were done as they were then."""
+        return self._place.plan
+
+    @property
+    def has_rank_invariant_state(self) -> bool:
+        """Tell that the state is the same on every rank."""
+        return True
+
+    @property
+    def global_batch_size(self) -> int | None:
+        """Number of samples of the next step over all ranks."""
+        return self._place.plan.schedule.global_batch_size(self._place.num_steps)
+
+    @property
+    def total_steps(self) -> int | None:
+        """Number of packs of all epochs, or None if the stream never ends."""
+        return self._place.plan.total_steps
+
+    def remaining_requests(self) -> Iterator[MicrobatchRequest]:
+        """Yield what this rank reads from the current position on, without loading it."""
+        return iter(self._place)
+
+    def __iter__(self) -> Iterator[MicrobatchPack[Any]]:
+        self._iteration += 1
+        iteration = self._iteration
+        place = self._place
+        # Only what is drawn beside the seeds of samples depends on these, such as with `seeds_generators` off.
+        self._worker_seeds.manual_seed(derive_seed(place.plan.seed, place.dp_rank, place.num_steps))
+        microbatches = iter(self._microbatches)
+        for step in place.remaining_steps():
+            if iteration != self._iteration:
+                raise RuntimeError("this iterator is stale: the stream was moved or iterated anew after it began.")
+            with self._kept_generators():
+                pack = self._load_pack(microbatches, step)
+            place.num_steps = step + 1
+            yield pack
+
+    def _load_pack(self, microbatches: Iterator[Any], step: int) -> MicrobatchPack[Any]:
+        starts = self._place.microbatch_starts(step)
+        try:
+            return tuple(itertools.islice(microbatches, len(starts)))
+        except SampleError:
+            raise
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"the data loader failed in step {step + 1} of data-parallel rank {self._place.dp_rank} (positions "
+                f"{starts.start} to {starts.stop - 1} of the run), outside of dataset and collate function: a loader "
+                f"process died, such as for lack of memory, or took longer than its timeout. It says: {error}"
+            ) from error
+
+    @contextlib.contextmanager
+    def _kept_generators(self) -> Generator[None]:
+        if self._disturbs_generators and may_seed_generators():
+            with kept_generators():
+                yield
+        else:
+            yield
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position after the last pack that was handed out; the same on all ranks."""
+        state: dict[str, Any] = LaneState.of(self._place.plan, self._place.num_steps, self._fingerprint).to_dict()
+        if isinstance(self._dataset, Stateful):
+            state[_DATASET_KEY] = self._dataset.state_dict()
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Move to a saved position. It takes effect at the next `iter()`, and ends iterators that run.
+
+        Steps that were done keep their batch sizes and skips; those to come follow the plan that was configured.
+
+        Raises:
+            ValueError: The position would mean other samples now; names each value that differs.
+        """
+        saved = LaneState.from_dict(state_dict)
+        check_resume(saved, LaneState.of(self._configured_plan, 0, self._fingerprint))
+        plan = self._configured_plan.resumed_from(saved.schedule, saved.num_steps)
+        if isinstance(self._dataset, Stateful):
+            self._dataset.load_state_dict(state_dict[_DATASET_KEY])
+        self._place.plan = plan
+        self._place.num_steps = saved.num_steps
+        self._iteration += 1
+
+
+def _problems(
+    num_samples: int, plan: DataPlan, dp_size: int, dp_rank: int, attach_weights: AttachWeights | None
+) -> list[str]:
+    problems = plan.dp_problems(dp_size)
+    if not 0 <= dp_rank < max(dp_size, 1):
+        problems.append(f"dp_rank ({dp_rank}) must be from 0 to {dp_size - 1}.")
+    if num_samples != plan.num_samples:
+        problems.append(f"the dataset has {num_samples} samples, but the plan is for {plan.num_samples}.")
+    if plan.tail is Tail.pad and attach_weights is None:
+        problems.append(
+            "tail 'pad' repeats samples that must weigh nothing, but nobody tells the task: give attach_weights, such as "
+            "add_weights for microbatches that are dicts."
+        )
+    return problems
+
+
+def _build_loader(
+    microbatches: MicrobatchLoader, place: "_Place", options: LoaderOptions, seeds: torch.Generator
+) -> Iterable[Any]:
+    if options.num_workers == 0 and not options.pin_memory:
+        return _DirectLoader(microbatches, place)
+    return DataLoader(
+        microbatches,
+        sampler=place,
+        batch_size=None,  # an item is a whole microbatch already
+        collate_fn=_as_it_is,
+        num_workers=options.num_workers,
+        persistent_workers=options.persistent_workers,
+        pin_memory=options.pin_memory,
+        prefetch_factor=options.prefetch_factor,
+        timeout=options.timeout_s,
+        multiprocessing_context=options.start_method,
+        generator=seeds,
+    )
+
+
+# `Any`: microbatches are of any type. A function, since a lambda cannot travel to processes that are spawned.
+def _as_it_is(microbatch: Any) -> Any:  # noqa: ANN401
+    return microbatch
+
+
+class _DirectLoader:
+    """Loads where it is read, without what PyTorch's loader does around each item: that takes longer than small samples."""
+
+    def __init__(self, microbatches: MicrobatchLoader, place: "_Place") -> None:
+        self._microbatches = microbatches
+        self._place = place
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(self._microbatches.__getitem__, self._place)
+
+
+class _Place(Sampler[MicrobatchRequest]):
+    """Knows how far one rank has come, and yields what is left to read; stays in the process that trains.
+
+    [Note: the loader must not refer to the stream]
+    Objects that refer to each other in a circle are freed by the garbage collector, which closes the queues of loader
+    processes before the loader can tell them to end: it then waits 5 seconds for each (torch 2.13). So the stream and the
+    loader both refer to this object, and it refers to neither.
+    """
+
+    def __init__(self, plan: DataPlan, dp_size: int, dp_rank: int) -> None:
+        self.plan = plan
+        self.dp_size = dp_size
+        self.dp_rank = dp_rank
+        self.num_steps = 0
+        """Steps whose packs were handed out."""
+
+    def remaining_steps(self) -> Iterator[int]:
+        """Yield the steps from here to the end."""
+        first, total = self.num_steps, self.plan.total_steps
+        return itertools.count(first) if total is None else iter(range(first, total))
+
+    def microbatch_starts(self, step: int) -> range:
+        """Return the first position of each microbatch of this rank."""
+        return self.plan.microbatch_starts(step, self.dp_size, self.dp_rank)
+
+    def __iter__(self) -> Iterator[MicrobatchRequest]:
+        plan = self.plan
+        starts = itertools.chain.from_iterable(map(self.microbatch_starts, self.remaining_steps()))
+        return microbatch_requests(plan.order, starts, plan.microbatch_size, plan.num_samples)

@@ -1,0 +1,161 @@
+"""Loads whole microbatches from their position, in a loader process or in the one that trains."""
+
+import itertools
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset, get_worker_info
+
+from d9d.core.types import CollateFn
+from d9d.dataset.lanes.order import SampleOrder
+from d9d.dataset.lanes.sample_loading import (
+    MapDataset,
+    SampleError,
+    SampleSeeds,
+    SeededDataset,
+    seed_generators,
+)
+
+__all__ = [
+    "AttachWeights",
+    "BatchedDataset",
+    "MicrobatchLoader",
+    "MicrobatchRequest",
+    "add_weights",
+    "may_seed_generators",
+    "microbatch_requests",
+]
+
+# `Any`: a microbatch is whatever the collate function returns.
+AttachWeights: TypeAlias = Callable[[Any, torch.Tensor], Any]
+"""Puts the weights of samples, float32 of shape (B,), into a microbatch, and returns it."""
+
+_BLOCK = 4096
+"""Positions that are turned into samples at a time: the cost per call is spread over many."""
+
+
+@runtime_checkable
+class BatchedDataset(Protocol):
+    """Describes a dataset that loads many samples at once, as PyTorch's loaders ask for it."""
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:  # samples are of any type
+        """Load samples."""
+        ...
+
+
+class MicrobatchRequest(NamedTuple):
+    """Asks for the samples of one microbatch. It travels to loader processes."""
+
+    start: int
+    """Position of the first sample in the run; the others follow it."""
+    samples: list[int]
+    """Index of each sample."""
+
+
+def microbatch_requests(
+    order: SampleOrder, starts: Iterable[int], microbatch_size: int, num_samples: int
+) -> Iterator[MicrobatchRequest]:
+    """Yield the samples of microbatches.
+
+    Args:
+        order: Tells the sample at each position.
+        starts: First position of each microbatch; may be endless.
+        microbatch_size: Samples per microbatch.
+        num_samples: Samples of the dataset. Blocks do not span many epochs, each of which has a price of its own.
+    """
+    remaining = iter(starts)
+    per_block = max(1, min(_BLOCK, 4 * num_samples) // microbatch_size)
+    offsets = np.arange(microbatch_size, dtype=np.int64)
+    while block := list(itertools.islice(remaining, per_block)):
+        positions = np.array(block, dtype=np.int64)[:, None] + offsets  # (microbatches, B)
+        samples = order.samples(positions.reshape(-1)).reshape(positions.shape)
+        for start, indices in zip(block, samples, strict=True):
+            yield MicrobatchRequest(start, indices.tolist())
+
+
+def add_weights(microbatch: dict[str, Any], weights: torch.Tensor, key: str = "sample_weight") -> dict[str, Any]:
+    """Put the weights of samples into a microbatch that is a dict; for another key, wrap it in `functools.partial`."""
+    return {**microbatch, key: weights}
+
+
+class MicrobatchLoader(Dataset[Any]):
+    """Shows a dataset whose items are collated microbatches. It travels to loader processes.
+
+    Args:
+        dataset: Map-style dataset.
+        collate_fn: Makes a microbatch from its samples.
+        order: Tells the weight at each position.
+        seeds: Seed of each position.
+        attach_weights: Puts the weights of samples into microbatches, or None to leave them out.
+        seeds_generators: Whether to seed the global generators for each microbatch.
+    """
+
+    def __init__(
+        self,
+        dataset: MapDataset,
+        collate_fn: CollateFn,
+        order: SampleOrder,
+        seeds: SampleSeeds,
+        attach_weights: AttachWeights | None,
+        seeds_generators: bool,
+    ) -> None:
+        # Looked up once: asking a protocol takes longer than loading many a sample.
+        self._seeded = dataset if isinstance(dataset, SeededDataset) else None
+        self._batched = dataset if isinstance(dataset, BatchedDataset) and self._seeded is None else None
+        self._dataset = dataset
+        self._collate_fn = collate_fn
+        self._order = order
+        self._seeds = seeds
+        self._attach_weights = attach_weights
+        self._seeds_generators = seeds_generators
+
+    def __getitem__(self, request: MicrobatchRequest) -> Any:  # noqa: ANN401 - see `AttachWeights`
+        if self._seeds_generators and may_seed_generators():
+            seed_generators(self._seeds.at(request.start))
+        samples = self._load_samples(request)
+        try:
+            microbatch = self._collate_fn(samples)
+        except Exception as error:
+            raise SampleError(f"{_describe(request)} could not be collated: {error!r}") from error
+        if self._attach_weights is None:
+            return microbatch
+        positions = range(request.start, request.start + len(request.samples))
+        return self._attach_weights(microbatch, torch.tensor(self._order.weights(positions), dtype=torch.float32))
+
+    def _load_samples(self, request: MicrobatchRequest) -> list[Any]:
+        if self._batched is not None:
+            try:
+                return self._batched.__getitems__(request.samples)
+            except Exception as error:
+                raise SampleError(f"{_describe(request)} could not be loaded: {error!r}") from error
+        samples: list[Any] = []
+        try:
+            # Not a comprehension: how many have been loaded tells which one failed.
+            if self._seeded is None:
+                for index in request.samples:
+                    samples.append(self._dataset[index])  # noqa: PERF401
+            else:
+                for position, index in enumerate(request.samples, start=request.start):
+                    samples.append(self._seeded.getitem_seeded(index, self._seeds.at(position)))
+        except Exception as error:
+            offset = len(samples)
+            raise SampleError(
+                f"sample {request.samples[offset]} of the dataset (position {request.start + offset} of the run) could "
+                f"not be loaded: {error!r}"
+            ) from error
+        return samples
+
+
+def may_seed_generators() -> bool:
+    """Tell whether seeding the global generators here disturbs nobody: no other thread may be drawing from them."""
+    return get_worker_info() is not None or threading.current_thread() is threading.main_thread()
+
+
+def _describe(request: MicrobatchRequest) -> str:
+    last = request.start + len(request.samples) - 1
+    shown = ", ".join(map(str, request.samples[:8]))
+    more = f" and {len(request.samples) - 8} more" if len(request.samples) > 8 else ""
+    return f"samples {shown}{more} of the dataset (positions {request.start} to {last} of the run)"

@@ -1,0 +1,218 @@
+"""The whole run as numbers: which samples every step, microbatch and rank reads, known to all of them in closed form."""
+
+import dataclasses
+import math
+from collections.abc import Iterable
+
+import numpy as np
+import numpy.typing as npt
+
+from d9d.dataset.lanes.order import SampleOrder, Tail
+from d9d.dataset.lanes.schedule import BatchSchedule
+
+__all__ = ["DataPlan", "divisors"]
+
+_MAX_LISTED = 12
+_MAX_SEED = 2**63 - 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class DataPlan:
+    """Places the samples of a run into steps, microbatches, lanes and ranks.
+
+    [Note: microbatches do not depend on the number of ranks]
+    A step that starts at position c reads positions c to c + G, G being its global batch size. Its microbatch k reads the
+    k-th run of b positions of these, b being the microbatch size; there are M = G / b. The microbatches are divided into
+    L lanes of M / L neighbours, and the lanes over D data-parallel ranks, L / D neighbours each. So content and order of
+    every microbatch follow from (c, k) alone: the same for every D that divides L. Ranks that differ in other dimensions
+    of the mesh only must be given the same data-parallel rank.
+
+    A plan is a few numbers, the same on every rank: all of them know the end of the data without asking each other.
+
+    Attributes:
+        num_samples: Samples of the dataset, N.
+        schedule: Global batch size of each step, and steps to jump over.
+        microbatch_size: Samples per microbatch; divides all global batch sizes.
+        num_lanes: Divides the number of microbatches of all steps. Default 0: the largest that does, which allows most
+            numbers of ranks.
+        seed: Seed of the shuffle and of random numbers within samples.
+        shuffle: Draw another order for each epoch.
+        tail: What happens to samples at the end of an epoch that do not fill a global batch. `drop` and `pad` need one
+            global batch size for all steps.
+        num_epochs: Passes over the data until the end, or None to go on for ever. What does not fill a last global batch
+            of the last epoch is left out, except with `Tail.pad`.
+        first_step: First step that this run does; earlier ones, of a run that it continues, need not fit its sizes.
+
+    Raises:
+        ValueError: On creation; names all problems.
+    """
+
+    num_samples: int
+    schedule: BatchSchedule
+    microbatch_size: int
+    num_lanes: int = 0
+    seed: int = 0
+    shuffle: bool = True
+    tail: Tail = Tail.wrap
+    num_epochs: int | None = 1
+    first_step: int = 0
+    order: SampleOrder = dataclasses.field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        problems = _value_problems(self) or [*_size_problems(self), *_tail_problems(self)]
+        if problems:
+            raise ValueError(" ".join(problems))
+        if self.num_lanes == 0:
+            object.__setattr__(self, "num_lanes", self._most_lanes())
+        object.__setattr__(self, "order", self._build_order())
+        if self.total_steps == 0:
+            raise ValueError(self._too_small())
+
+    def _build_order(self) -> SampleOrder:
+        return SampleOrder(
+            num_samples=self.num_samples,
+            seed=self.seed,
+            shuffle=self.shuffle,
+            tail=self.tail,
+            global_batch_size=self.schedule.global_batch_size(0),
+        )
+
+    def _most_lanes(self) -> int:
+        sizes = self.schedule.ramp_from(self.first_step)
+        return math.gcd(*(point.global_batch_size // self.microbatch_size for point in sizes))
+
+    def _too_small(self) -> str:
+        sizes = ", ".join(str(point.global_batch_size) for point in self.schedule.ramp)
+        return (
+            f"the run has no step: {self.num_samples} samples in {self.num_epochs} epochs do not fill one global batch "
+            f"(global_batch_size {sizes}; {len(self.schedule.skips)} ranges to skip). Lower global_batch_size, raise "
+            "num_epochs, or set tail to 'pad'."
+        )
+
+    @property
+    def total_steps(self) -> int | None:
+        """Number of steps of all epochs, or None if the run never ends."""
+        if self.num_epochs is None:
+            return None
+        return self.schedule.num_steps(self.num_epochs * self.order.epoch_length)
+
+    @property
+    def valid_dp_sizes(self) -> list[int]:
+        """Numbers of data-parallel ranks that this run can start or resume on: the divisors of the number of lanes."""
+        return divisors(self.num_lanes)
+
+    def dp_problems(self, dp_size: int) -> list[str]:
+        """Return why the run cannot be dealt out to a number of data-parallel ranks, if it cannot."""
+        if dp_size >= 1 and self.num_lanes % dp_size == 0:
+            return []
+        problem = f"the data-parallel size ({dp_size}) does not divide the number of lanes ({self.num_lanes})."
+        return [f"{problem} Use {_listed(self.valid_dp_sizes)}."]
+
+    def num_microbatches(self, step: int, dp_size: int) -> int:
+        """Return how many microbatches each of `dp_size` ranks reads in a step."""
+        return self.schedule.global_batch_size(step) // (self.microbatch_size * dp_size)
+
+    def microbatch_starts(self, step: int, dp_size: int, dp_rank: int) -> range:
+        """Return the first position of each microbatch that a rank reads in a step, in order.
+
+        Args:
+            step: Zero-based step of the run.
+            dp_size: Number of data-parallel ranks; divides the number of lanes.
+            dp_rank: Index of the rank among them.
+
+        Raises:
+            ValueError: There is no such rank, or the number of ranks does not divide the number of lanes.
+        """
+        problems = self.dp_problems(dp_size)
+        if not problems and not 0 <= dp_rank < dp_size:
+            problems = [f"dp_rank ({dp_rank}) must be from 0 to {dp_size - 1}."]
+        if problems:
+            raise ValueError(" ".join(problems))
+        per_rank = self.schedule.global_batch_size(step) // dp_size
+        first = self.schedule.start(step) + dp_rank * per_rank
+        return range(first, first + per_rank, self.microbatch_size)
+
+    def step_samples(self, step: int) -> npt.NDArray[np.int64]:
+        """Return the samples of a step over all ranks, in order of microbatches; shape (M, B)."""
+        start, size = self.schedule.start(step), self.schedule.global_batch_size(step)
+        samples = self.order.samples(np.arange(start, start + size, dtype=np.int64))  # (M * B,)
+        return samples.reshape(-1, self.microbatch_size)  # (M, B)
+
+    def resumed_from(self, history: BatchSchedule, num_steps: int) -> "DataPlan":
+        """Return the plan of a run that did its first steps by another schedule, and the rest by this one.
+
+        Raises:
+            ValueError: The lanes do not fit the steps to come.
+        """
+        schedule = self.schedule.resumed_from(history, num_steps)
+        return dataclasses.replace(self, schedule=schedule, first_step=num_steps)
+
+
+def divisors(number: int) -> list[int]:
+    """Return the divisors of a positive number, in increasing order."""
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return small + [number // d for d in reversed(small) if d * d != number]
+
+
+def _value_problems(plan: DataPlan) -> list[str]:
+    problems = [
+        f"{name} ({value}) must be at least {least}."
+        for name, value, least in (
+            ("num_samples", plan.num_samples, 1),
+            ("microbatch_size", plan.microbatch_size, 1),
+            ("num_lanes", plan.num_lanes, 0),
+            ("num_epochs", 1 if plan.num_epochs is None else plan.num_epochs, 1),
+        )
+        if value < least
+    ]
+    if not 0 <= plan.seed <= _MAX_SEED:
+        problems.append(f"seed ({plan.seed}) must be from 0 to 2**63 - 1.")
+    return problems
+
+
+def _size_problems(plan: DataPlan) -> list[str]:
+    problems: list[str] = []
+    micro, lanes = plan.microbatch_size, plan.num_lanes
+    for step, size in plan.schedule.ramp_from(plan.first_step):
+        where = "" if plan.schedule.is_constant else f" from step {step + 1}"
+        if size % micro:
+            problems.append(
+                f"global_batch_size ({size}){where} is not a multiple of microbatch_size ({micro}). "
+                f"Use {_neighbours(size, micro)}."
+            )
+        elif lanes and size // micro % lanes:
+            problems.append(
+                f"num_lanes ({lanes}) does not divide the {size // micro} microbatches per step{where} "
+                f"(global_batch_size {size} / microbatch_size {micro}). Use {_listed(divisors(size // micro))}."
+            )
+    return problems
+
+
+def _tail_problems(plan: DataPlan) -> list[str]:
+    problems: list[str] = []
+    size = plan.schedule.global_batch_size(0)
+    if plan.tail is not Tail.wrap and not plan.schedule.is_constant:
+        problems.append(
+            f"a ramp of the global batch size needs tail 'wrap', not {plan.tail.value!r}, whose epochs end with a step."
+        )
+    elif plan.tail is Tail.drop and plan.num_samples < size:
+        problems.append(
+            f"the dataset has {plan.num_samples} samples, fewer than one global batch (global_batch_size {size}): "
+            "lower global_batch_size, or set tail to 'wrap' or 'pad'."
+        )
+    return problems
+
+
+def _neighbours(value: int, unit: int) -> str:
+    count = value // unit
+    return " or ".join(str(n * unit) for n in (count, count + 1) if n > 0)
+
+
+def _listed(values: Iterable[int]) -> str:
+    """Join valid values, the largest ones if they are many."""
+    texts = [str(value) for value in values]
+    if len(texts) == 1:
+        return texts[0]
+    if len(texts) <= _MAX_LISTED:
+        return f"one of {', '.join(texts)}"
+    return f"one of {', '.join(texts[-_MAX_LISTED:])}, and {len(texts) - _MAX_LISTED} smaller ones"

@@ -1,0 +1,1 @@
+"""Building blocks of models. Each runs on one device; parallelism is set on them from outside."""

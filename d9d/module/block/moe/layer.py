@@ -1,0 +1,123 @@
+"""The mixture-of-experts layer. Axes: N tokens, H hidden size, E experts, K experts of a token."""
+
+import torch
+from torch import nn
+from torch.distributed import ProcessGroup
+
+from d9d.module.base import ModuleLateInit
+
+from .communications import ExpertCommunicationHandler, NoCommunicationHandler
+from .experts import GroupedSwiGLU
+from .grouped_mm import AnyGroupedMmBackendConfig
+from .router import TopKRouter
+from .shared import SharedExpertParameters, SharedSwiGLU
+
+
+class MoELayer(nn.Module, ModuleLateInit):
+    """Sends each token to K of E experts and sums their outputs, weighted by the router; maybe with a shared expert.
+
+    Counts how many tokens each expert got in `tokens_per_expert` (``(E,)``, int64), until `reset_stats`. Layers that
+    are computed again for their backward pass count once.
+
+    Args:
+        hidden_dim: H.
+        intermediate_dim_grouped: Width between the projections of an expert.
+        num_grouped_experts: E.
+        top_k: K.
+        router_renormalize_probabilities: Whether the K probabilities of a token are divided by their sum.
+        shared_expert: The expert for all tokens; None for none.
+        grouped_mm_backend: Implementation of the experts' products; by default see `build_grouped_mm_backend`.
+        enable_expert_bias: Whether the router has a bias for load balancing, see `TopKRouter`.
+
+    Raises:
+        ValueError: If K is not between 1 and E.
+    """
+
+    tokens_per_expert: torch.Tensor
+
+    def __init__(
+        self,
+        hidden_dim: int,
+        intermediate_dim_grouped: int,
+        num_grouped_experts: int,
+        top_k: int,
+        router_renormalize_probabilities: bool,
+        shared_expert: SharedExpertParameters | None = None,
+        grouped_mm_backend: AnyGroupedMmBackendConfig | None = None,
+        *,
+        enable_expert_bias: bool = False,
+    ) -> None:
+        super().__init__()
+        self.router = TopKRouter(
+            hidden_dim, num_grouped_experts, top_k, router_renormalize_probabilities, enable_expert_bias
+        )
+        self.grouped_experts = GroupedSwiGLU(
+            hidden_dim, intermediate_dim_grouped, num_grouped_experts, grouped_mm_backend
+        )
+        self.shared_expert = None if shared_expert is None else SharedSwiGLU(hidden_dim, shared_expert)
+        self._communicator: ExpertCommunicationHandler = NoCommunicationHandler(num_grouped_experts)
+        self.register_buffer("tokens_per_expert", torch.zeros(num_grouped_experts, dtype=torch.int64), persistent=False)
+
+    def use_communicator(self, communicator: ExpertCommunicationHandler) -> None:
+        """Bring tokens to experts in another way, e.g. to those of other ranks.
+
+        Args:
+            communicator: Whatever it gives as local experts must be the rows of the experts' weights.
+        """
+        self._communicator = communicator
+
+    def enable_distributed_communicator(self, group: ProcessGroup) -> None:
+        """Exchange tokens among the ranks of a group, each of which holds an equal part of the experts.
+
+        Args:
+            group: The ranks; a group of one changes nothing.
+
+        Raises:
+            NotImplementedError: If the group has more than one rank.
+        """
+        if group.size() > 1:
+            raise NotImplementedError(
+                f"experts on {group.size()} ranks: token exchange is not there yet. Use expert_parallel=1, or pass "
+                "an ExpertCommunicationHandler of your own to use_communicator."
+            )
+
+    @torch.no_grad()
+    def reset_stats(self) -> None:
+        """Start to count tokens anew."""
+        self.tokens_per_expert.zero_()
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Apply the experts.
+
+        Shapes:
+            ``(..., H)`` to the same.
+        """
+        tokens = hidden_states.flatten(0, -2)  # (N, H)
+        routing = self.router(tokens)
+        if torch.compiler.is_compiling() or not _is_in_backward():
+            self._count(routing.selected_expert_indices)
+        slots, probabilities, groups = self._communicator.dispatch(
+            tokens, routing.selected_expert_indices, routing.selected_probabilities
+        )
+        outputs = self.grouped_experts(slots, probabilities, groups)
+        result = self._communicator.combine(outputs).view_as(hidden_states)
+        return result if self.shared_expert is None else result + self.shared_expert(hidden_states)
+
+    @torch.no_grad()
+    def _count(self, expert_indices: torch.Tensor) -> None:
+        indices = expert_indices.flatten()
+        self.tokens_per_expert.scatter_add_(0, indices, torch.ones_like(indices))
+
+    def reset_parameters(self) -> None:
+        """Initialise the router and all experts, and the counts to zero."""
+        self.router.reset_parameters()
+        self.grouped_experts.reset_parameters()
+        if self.shared_expert is not None:
+            self.shared_expert.reset_parameters()
+        self.reset_stats()
+
+
+def _is_in_backward() -> bool:
+    """Tell whether autograd is running, so that a forward pass is the recomputation of a checkpointed one."""
+    # As `torch.utils.checkpoint` itself asks; torch has no public name for it (2.11 to 2.14).
+    return torch._C._current_graph_task_id() != -1  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]

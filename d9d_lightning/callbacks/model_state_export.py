@@ -1,0 +1,144 @@
+"""Exports of the weights for other tools while a module trains."""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.types import STEP_OUTPUT
+from typing_extensions import override
+
+from d9d.model_state.mapper import ModelStateMapper
+from d9d_lightning.strategy import D9DStrategy
+
+__all__ = ["ModelStateExport"]
+
+
+class ModelStateExport(Callback):
+    """Exports the weights as .safetensors files: at the end of fit, every so many steps, or when a metric is best.
+
+    Needs a `D9DStrategy`, whose `export_model_state` it calls on all ranks; on one process too. With stages, shards or
+    split layers each tensor is written once, whole.
+
+    The export at the end is in ``dirpath`` itself, the best one in ``dirpath/best``, and those of steps in
+    ``dirpath/step-<global step>``. An export takes the place of an older one when it is complete.
+    """
+
+    def __init__(
+        self,
+        dirpath: str | Path,
+        every_n_steps: int | None = None,
+        on_best: str | ModelCheckpoint | None = None,
+        mode: Literal["min", "max"] = "min",
+        *,
+        at_end: bool | None = None,
+        mapper: ModelStateMapper | None = None,
+        shard_size_gb: float = 4.0,
+        dtype: torch.dtype | None = None,
+        manifest: bool = False,
+    ) -> None:
+        """Say when to export, and where to.
+
+        Args:
+            dirpath: Folder of the exports, on a file system that all ranks share.
+            every_n_steps: Optimizer steps between exports; None exports after no steps.
+            on_best: Name of a logged metric, to export whenever it is better than ever after a validation or an epoch. Or
+                a `ModelCheckpoint`, whose metric and mode are taken.
+            mode: Whether a smaller or a larger value is better. A `ModelCheckpoint` says so itself.
+            at_end: Whether to export when `fit` ends. None: if nothing else is chosen.
+            mapper: Makes the exported tensors. None: as the strategy says.
+            shard_size_gb: Largest size of a file in GB.
+            dtype: What floating point tensors are converted to; None keeps each tensor's own.
+            manifest: Whether to write hashes of the files too.
+
+        Raises:
+            ValueError: With all problems.
+        """
+        super().__init__()
+        problems: list[str] = []
+        # A bool counts as an int, and is a mistake here.
+        if every_n_steps is not None and (type(every_n_steps) is not int or every_n_steps < 1):
+            problems.append(f"every_n_steps ({every_n_steps!r}) must be a whole number of at least 1, or None.")
+        monitor = on_best.monitor if isinstance(on_best, ModelCheckpoint) else on_best
+        if on_best is not None and monitor is None:
+            problems.append("on_best is a ModelCheckpoint without monitor: it has no best. Name a metric.")
+        better = on_best.mode if isinstance(on_best, ModelCheckpoint) else mode
+        if better not in ("min", "max"):
+            problems.append(f"mode ({better!r}) must be 'min' or 'max'.")
+        if problems:
+            raise ValueError(f"ModelStateExport: {' '.join(problems)}")
+        self._dirpath = Path(dirpath)
+        self._every_n_steps = every_n_steps
+        self._monitor, self._sign = monitor, 1 if better == "min" else -1
+        self._at_end = at_end if at_end is not None else every_n_steps is None and monitor is None
+        self._mapper = mapper
+        self._shard_size_gb, self._dtype, self._manifest = shard_size_gb, dtype, manifest
+        self._best = math.inf
+        self._last_step = 0
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage == "fit":
+            _strategy_of(trainer)
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
+    ) -> None:
+        step = trainer.global_step
+        if self._every_n_steps is None or step == self._last_step or step % self._every_n_steps:
+            return
+        self._last_step = step
+        self._export(trainer, self._dirpath / f"step-{step}")
+
+    @override
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not trainer.sanity_checking and trainer.state.fn == TrainerFn.FITTING:
+            self._export_if_best(trainer)
+
+    @override
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._export_if_best(trainer)
+
+    @override
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # Not on_train_end, where another callback may still change weights, as those that average them do.
+        if self._at_end:
+            self._export(trainer, self._dirpath)
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {"best": self._best, "last_step": self._last_step}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._best, self._last_step = state_dict["best"], state_dict["last_step"]
+
+    def _export_if_best(self, trainer: Trainer) -> None:
+        if self._monitor is None:
+            return
+        metrics: Mapping[str, torch.Tensor] = trainer.callback_metrics
+        value = self._sign * float(metrics[self._monitor]) if self._monitor in metrics else math.inf
+        # A metric that is not synced differs between ranks, and a NaN is never better.
+        if not trainer.strategy.reduce_boolean_decision(value < self._best):
+            return
+        self._best = value
+        self._export(trainer, self._dirpath / "best")
+
+    def _export(self, trainer: Trainer, path: Path) -> None:
+        _strategy_of(trainer).export_model_state(
+            path, self._mapper, shard_size_gb=self._shard_size_gb, dtype=self._dtype, manifest=self._manifest
+        )
+
+
+def _strategy_of(trainer: Trainer) -> D9DStrategy:
+    strategy = trainer.strategy
+    if not isinstance(strategy, D9DStrategy):
+        raise TypeError(
+            f"ModelStateExport needs Trainer(strategy=D9DStrategy(...)), but the strategy is {type(strategy).__name__}."
+        )
+    return strategy

@@ -1,0 +1,1 @@
+"""Model states of a LightningModule: loaded before it trains, exported when it has."""

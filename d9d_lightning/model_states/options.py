@@ -1,0 +1,67 @@
+"""What a user says about the model states of a strategy."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Self, TypeAlias
+
+from lightning.pytorch import LightningModule
+
+from d9d.internals.model_states import source_problems
+from d9d.model_state.mapper import ModelStateMapper
+
+__all__ = ["MapperSpec", "ModelStateOptions"]
+
+MapperSpec: TypeAlias = Callable[[LightningModule], ModelStateMapper] | ModelStateMapper | None
+"""A mapper, a function that makes one for the LightningModule, or None for the obvious one."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ModelStateOptions:
+    """Where the weights come from, and how they are named there."""
+
+    source_checkpoint: Path | None
+    """Folder of a model state, or a .safetensors file. None: the module keeps its own values."""
+    load_mapper: MapperSpec
+    """Makes tensors of the module from those of the source. None: they have the same names."""
+    export_mapper: MapperSpec
+    """Makes tensors of an export from those of the module. None: the inverse of `load_mapper`."""
+    keep_initial: Sequence[str]
+    """Patterns of tensors of the module that the source does not have."""
+
+    @classmethod
+    def read(
+        cls,
+        source_checkpoint: str | Path | None,
+        load_mapper: MapperSpec,
+        export_mapper: MapperSpec,
+        keep_initial: Sequence[str],
+    ) -> Self:
+        """Take what a user has written."""
+        return cls(
+            source_checkpoint=None if source_checkpoint is None else Path(source_checkpoint),
+            load_mapper=load_mapper,
+            export_mapper=export_mapper,
+            keep_initial=keep_initial,
+        )
+
+    def problems(self) -> list[str]:
+        """Say all that is wrong with them, as far as a look at the folder tells."""
+        problems: list[str] = []
+        if self.source_checkpoint is not None:
+            problems += source_problems("source_checkpoint", self.source_checkpoint)
+        else:
+            given = {"load_mapper": self.load_mapper is not None, "keep_initial": bool(self.keep_initial)}
+            problems += [
+                f"{name} has no effect without source_checkpoint: name the folder of a model state."
+                for name, is_given in given.items()
+                if is_given
+            ]
+        if isinstance(self.keep_initial, str):
+            problems.append(f"keep_initial is the text {self.keep_initial!r}: give a list of patterns.")
+        for name, spec in (("load_mapper", self.load_mapper), ("export_mapper", self.export_mapper)):
+            if spec is not None and not isinstance(spec, ModelStateMapper) and not callable(spec):
+                problems.append(
+                    f"{name} ({spec!r}) must be a ModelStateMapper, or a function that returns one for the LightningModule."
+                )
+        return problems

@@ -1,0 +1,81 @@
+"""The options of the strategy as one value: what a user has said, before anything runs."""
+
+import dataclasses
+
+from lightning.fabric.plugins import ClusterEnvironment
+from torch import nn
+
+from d9d.core.dist_context import DeviceMeshParameters
+from d9d_lightning.model_states.options import ModelStateOptions
+from d9d_lightning.options.config_check import LauncherName, strategy_problems
+from d9d_lightning.options.mesh import MeshOption
+from d9d_lightning.options.schedule import ScheduleSpec, schedule_config
+from d9d_lightning.pipeline.cut import PipelineOptions, map_stages
+from d9d_lightning.pipeline.stages import PipelineStages
+from d9d_lightning.placements.explain import accumulation_of, explain_module, steps_line
+from d9d_lightning.placements.plan import ParallelPlan
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StrategyOptions:
+    """Options of `D9DStrategy`, whose constructor says what they mean."""
+
+    mesh: MeshOption
+    plan: ParallelPlan
+    pipeline_module: str | None
+    stages: PipelineStages
+    schedule: ScheduleSpec
+    microbatches: int | None
+    bucket_size_mb: int
+    timeout_s: float | None
+    launcher: LauncherName | None
+    model_states: ModelStateOptions
+
+    @property
+    def num_microbatches(self) -> int:
+        """Number of microbatches of a batch."""
+        return self.microbatches or 1
+
+    def pipeline(self, mesh: DeviceMeshParameters) -> PipelineOptions | None:
+        """Return how the module is cut into stages on a mesh; None if it is not."""
+        if not mesh.has_pipeline_parallel or self.pipeline_module is None:
+            return None
+        return PipelineOptions(
+            module_name=self.pipeline_module, stages=self.stages, schedule=schedule_config(self.schedule)
+        )
+
+    def explain(self, module: nn.Module, mesh: DeviceMeshParameters, *, is_distributed: bool) -> str:
+        """Describe how a module runs on a mesh; see `explain_module`."""
+        stages = self.pipeline(mesh)
+        return explain_module(
+            module,
+            self.plan,
+            mesh,
+            is_distributed=is_distributed,
+            steps=steps_line(mesh, self.microbatches, str(self.schedule), accumulation_of(module)),
+            stage_map=None if stages is None else map_stages(module, stages, mesh.pipeline_parallel),
+        )
+
+    def problems(self, environment: ClusterEnvironment, num_devices: int, num_nodes: int) -> list[str]:
+        """Say all that is wrong with them; see `strategy_problems`.
+
+        Args:
+            environment: Who starts the processes.
+            num_devices: Number of processes on each machine.
+            num_nodes: Number of machines.
+        """
+        return strategy_problems(
+            self.mesh,
+            environment,
+            num_devices=num_devices,
+            num_nodes=num_nodes,
+            pipeline_module=self.pipeline_module,
+            schedule=self.schedule,
+            microbatches=self.microbatches,
+            has_mp_policy=self.plan.has_mp_policy,
+            launcher=self.launcher,
+            bucket_size_mb=self.bucket_size_mb,
+            min_unit_params=self.plan.min_unit_params,
+            timeout_s=self.timeout_s,
+            model_states=self.model_states,
+        )
