@@ -20,10 +20,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 from tqdm import tqdm
 
-from d9d.core.dist_ops import all_gather_object
 from d9d.core.placement import local_tensor
 from d9d.model_state.io.boxes import local_boxes
 from d9d.model_state.io.load_plan import LoadPlan, PlannedGroup, check_output, plan_load, trace_group
+from d9d.model_state.io.participants import Participants
 from d9d.model_state.io.reader import apply_group, progress_bar, read_inputs
 from d9d.model_state.io.source import ModelStateSource, open_model_state
 from d9d.model_state.mapper.base import ModelStateMapper
@@ -88,7 +88,7 @@ def load_model_state(
     if load_mode == "broadcast" and group is None and dist.is_initialized():
         group = dist.group.WORLD
     with contextlib.ExitStack() as stack:
-        with _failing_together(group):
+        with _participants(group).failing_together():
             source = stack.enter_context(
                 open_model_state(src_dir, cache_root=cache_root, verify=verify, allow_bin=allow_bin)
             )
@@ -127,9 +127,10 @@ def fill_model(
         bar: Whether to show a bar, and its line.
     """
     filler = _Filler(source, mapper, device, is_broadcast)
-    with _failing_together(group):
+    participants = _participants(group)
+    with participants.failing_together():
         filler.rehearse(plan.groups)
-    with _failing_together(group), _partly_loaded():
+    with participants.failing_together(), _partly_loaded():
         total = sum(planned.readable.num_bytes for planned in plan.groups)
         with progress_bar(total, "loading", *bar) as shown:
             filler.fill(plan.groups, shown)
@@ -307,6 +308,10 @@ def _broadcast(tensor: torch.Tensor) -> None:
             local.copy_(sent)
 
 
+def _participants(group: dist.ProcessGroup | None) -> Participants:
+    return Participants([] if group is None else [group])
+
+
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(-1).view(torch.uint8)
 
@@ -321,24 +326,3 @@ def _partly_loaded() -> Generator[None]:
             f"Reading the model state failed in the middle ({type(error).__name__}: {error}). The model is now partly loaded: "
             f"do not use it. Build it anew, or load again."
         ) from error
-
-
-@contextlib.contextmanager
-def _failing_together(group: dist.ProcessGroup | None) -> Generator[None]:
-    """Raise on all ranks of a group if the block raises on one of them, before they go on to wait for each other."""
-    failure: Exception | None = None
-    try:
-        yield
-    except Exception as error:  # noqa: BLE001  # raised below, when all ranks know
-        failure = error
-    mine = None if failure is None else f"{type(failure).__name__}: {failure}"
-    failures = [mine] if group is None else all_gather_object(mine, group)
-    if failure is not None:
-        raise failure
-    failed = {rank: text for rank, text in enumerate(failures) if text is not None}
-    if failed:
-        rank, text = next(iter(failed.items()))
-        raise RuntimeError(
-            f"{len(failed)} other ranks of the group could not load the model state, so this one stops too. Rank {rank} of "
-            f"the group: {text}"
-        )

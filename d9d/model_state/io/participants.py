@@ -1,4 +1,4 @@
-"""The ranks that export together: they write in turn, and fail together."""
+"""The ranks that load or export together, and fail together."""
 
 import contextlib
 from collections.abc import Generator, Sequence
@@ -87,8 +87,8 @@ class Participants:
             error: What went wrong on this rank.
 
         Raises:
-            OSError: If one of the errors is one; ValueError: if all are; RuntimeError otherwise. It names the ranks. A
-                process on its own raises its error as it is.
+            FileNotFoundError, ValueError: If all errors are such ones; OSError: if one of them is one; RuntimeError
+                otherwise. It names the ranks. A process on its own raises its error as it is.
         """
         if self._size == 1:
             if error is not None:
@@ -110,6 +110,8 @@ class Participants:
 
 def _failure(error: Exception) -> _Failure:
     match error:
+        case FileNotFoundError():
+            return _Failure("FileNotFoundError", str(error))
         case OSError():
             return _Failure("OSError", str(error))
         case ValueError():
@@ -119,6 +121,8 @@ def _failure(error: Exception) -> _Failure:
 
 
 def _error_of(kinds: set[str], text: str) -> Exception:
-    if "OSError" in kinds:
+    if kinds == {"FileNotFoundError"}:
+        return FileNotFoundError(text)
+    if kinds & {"OSError", "FileNotFoundError"}:
         return OSError(text)
     return ValueError(text) if kinds == {"ValueError"} else RuntimeError(text)
