@@ -16,7 +16,7 @@ def merged(reduction, values, sizes=None, *, counts_samples=False):
 
 
 @pytest.mark.parametrize("reduction", ["max", "min"])
-@pytest.mark.parametrize("as_value", [float, torch.tensor], ids=str)
+@pytest.mark.parametrize("as_value", [float, torch.tensor], ids=["float", "tensor"])
 @pytest.mark.parametrize("where", [0, 1])
 def test_extremes_show_what_is_not_a_number(reduction, as_value, where):
     values = [as_value(1.0), as_value(2.0)]

@@ -81,7 +81,11 @@ def test_means_of_integers_are_not_truncated():
     assert metrics["key_epoch"].dtype == torch.float32
 
 
-@pytest.mark.parametrize("as_value", [float, torch.tensor, np.float64, lambda v: torch.tensor([v])], ids=str)
+@pytest.mark.parametrize(
+    "as_value",
+    [float, torch.tensor, np.float64, lambda v: torch.tensor([v])],
+    ids=["float", "tensor", "numpy", "vector"],
+)
 @pytest.mark.parametrize(("reduction", "expected"), [("sum", 6.0), ("max", 4.0), ("min", -1.0), (max, 4.0)])
 def test_other_reductions(reduction, expected, as_value):
     module, metrics = run(logs(map(as_value, [3.0, -1.0, 4.0]), reduce_fx=reduction, **BOTH), packs=((1, 2, 3),))
@@ -89,7 +93,7 @@ def test_other_reductions(reduction, expected, as_value):
     assert metrics["key_epoch"].ndim == 0
 
 
-@pytest.mark.parametrize("as_value", [bool, torch.tensor], ids=str)
+@pytest.mark.parametrize("as_value", [bool, torch.tensor], ids=["bool", "tensor"])
 def test_sums_of_flags_count_them(as_value):
     _, metrics = run(logs(map(as_value, [True, True, False]), reduce_fx="sum", on_epoch=True), packs=((1, 1, 1),))
     assert metrics["key"] == 2
@@ -128,7 +132,7 @@ def test_given_sizes_come_first():
     assert metrics["shown"] == 0.5
 
 
-@pytest.mark.parametrize("as_size", [int, torch.tensor], ids=str)
+@pytest.mark.parametrize("as_size", [int, torch.tensor], ids=["int", "tensor"])
 def test_a_pack_without_samples_leaves_the_epoch_alone(as_size):
     sizes = iter([0, 0, 1, 3])
 
