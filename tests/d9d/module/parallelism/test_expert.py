@@ -16,12 +16,14 @@ from d9d.internals.grad_norm import clip_local_gradients_
 from d9d.internals.grad_sync import GradientSynchronizer
 from d9d.internals.materialize import materialize_module
 from d9d.module.block.moe import MoELayer, SharedExpertParameters
+from d9d.module.block.moe.grouped_mm import TorchGroupedMmBackendConfig
 from d9d.module.parallelism.api import parallelize_expert_parallel, parallelize_hsdp, parallelize_replicate
 from d9d.module.parallelism.style import ShardMoESparseExpertsParallel
-from tests.d9d.module.block.oracles import FP64, randomize
+from tests.d9d.module.block.oracles import FP32_SUMS, FP64, randomize
 from tests.harness.parity import assert_close_tree, named_full_gradients, named_full_parameters
 
 HIDDEN, WIDTH, EXPERTS, TOP_K = 5, 3, 8, 2
+BF16 = {"rtol": 0.05, "atol": 0.05}  # some roundings of 2**-8, and sums of two ranks in another order
 KINDS = ("plain", "ties", "expert without tokens", "rank without tokens", "experts of a rank without tokens")
 
 
@@ -108,6 +110,31 @@ def test_four_ranks_equal_one_process(kind: str, expert_parallel: int, with_data
 def test_tensor_parallel_peers_are_not_summed():
     params = DeviceMeshParameters(data_parallel_replicate=2, tensor_parallel=2, expert_parallel=2)
     assert_equals_one_process(params, "plain")
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("avoided", [[], [4, 5, 6, 7]])
+def test_the_grouped_kernel(dtype: torch.dtype, avoided: list[int]):
+    """The second rank may get no slot at all."""
+    mesh = DeviceMeshParameters(data_parallel_replicate=2, expert_parallel=2).build().mesh_for(EXPERT_DOMAIN)
+    split, single = (
+        MoELayer(8, 8, EXPERTS, TOP_K, True, grouped_mm_backend=TorchGroupedMmBackendConfig()) for _ in range(2)
+    )
+    for layer in (split, single):
+        randomize(layer)
+        with torch.no_grad():
+            layer.router.gate.weight[avoided] = -100.0
+        layer.to(dtype)
+    parallelize_expert_parallel(split, mesh)
+    synchronizer = synchronized(split)
+    batches = torch.rand(2, 6, 8, generator=torch.Generator().manual_seed(5)).to(dtype)
+    output = step(split, batches[dist.get_rank()])
+    synchronizer.wait()
+    expected = [step(single, batch) for batch in batches][dist.get_rank()]
+    tolerance = FP32_SUMS if dtype == torch.float32 else BF16
+    torch.testing.assert_close(output, expected, **tolerance)
+    assert_close_tree(named_full_gradients(split), named_full_gradients(single), **tolerance)
 
 
 @pytest.mark.world_size(2)
