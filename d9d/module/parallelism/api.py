@@ -4,6 +4,13 @@ from d9d.module.parallelism.expert import parallelize_expert_parallel
 from d9d.module.parallelism.replicate import parallelize_replicate
 from d9d.module.parallelism.shard import parallelize_fsdp, parallelize_hsdp
 from d9d.module.parallelism.tensor import parallelize_tensor
+from d9d.module.parallelism.tensor_blocks import (
+    parallelize_tensor_attention,
+    parallelize_tensor_embedding,
+    parallelize_tensor_ffn,
+    parallelize_tensor_head,
+    parallelize_tensor_norm,
+)
 
 __all__ = [
     "parallelize_expert_parallel",
@@ -11,4 +18,9 @@ __all__ = [
     "parallelize_hsdp",
     "parallelize_replicate",
     "parallelize_tensor",
+    "parallelize_tensor_attention",
+    "parallelize_tensor_embedding",
+    "parallelize_tensor_ffn",
+    "parallelize_tensor_head",
+    "parallelize_tensor_norm",
 ]
