@@ -24,23 +24,26 @@ from tests.harness.parity import assert_close_tree, named_full_gradients, named_
 
 HIDDEN, WIDTH, EXPERTS, TOP_K = 5, 3, 8, 2
 BF16 = {"rtol": 0.05, "atol": 0.05}  # some roundings of 2**-8, and sums of two ranks in another order
+AVOIDED = {"expert without tokens": [3], "experts of a rank without tokens": [4, 5, 6, 7]}
 KINDS = ("plain", "ties", "expert without tokens", "rank without tokens", "experts of a rank without tokens")
 
 
 def build(kind: str = "plain", num_experts: int = EXPERTS, shared: SharedExpertParameters | None = None) -> MoELayer:
     layer = MoELayer(HIDDEN, WIDTH, num_experts, TOP_K, True, shared).double()
     randomize(layer)
-    avoided = {"expert without tokens": [3], "experts of a rank without tokens": [4, 5, 6, 7]}.get(kind, [])
+    avoided = AVOIDED.get(kind, [])
     with torch.no_grad():
-        layer.router.gate.weight[avoided] = -100.0
+        layer.router.gate.weight[:, 0] = 0.0
+        layer.router.gate.weight[avoided, 0] = -100.0
     return layer
 
 
 def tokens_of(data_rank: int, kind: str) -> torch.Tensor:
     """Tokens of one rank with data of its own; each has another number of them."""
-    num_tokens = 0 if kind == "rank without tokens" and data_rank == 1 else 4 + 3 * data_rank
+    num_tokens = 0 if kind == "rank without tokens" and data_rank == 1 else 9 + 5 * data_rank
     generator = torch.Generator().manual_seed(data_rank)
-    x = torch.rand(num_tokens, HIDDEN, generator=generator, dtype=torch.float64)
+    x = torch.randn(num_tokens, HIDDEN, generator=generator, dtype=torch.float64)
+    x[:, 0] = 10.0  # by which a router can keep all tokens from an expert
     if kind == "ties":
         x[::2] = 0.0  # all experts have the same score for half of the tokens
     return x.requires_grad_()
@@ -83,8 +86,7 @@ def assert_equals_one_process(params: DeviceMeshParameters, kind: str, *, with_d
     assert_close_tree(named_full_gradients(layer), gradients, **FP64)
     norm = clip_local_gradients_(synchronizer.local_gradients(), None, 2.0, None)
     torch.testing.assert_close(norm, torch.cat([g.flatten() for g in gradients.values()]).norm(), **FP64)
-    if "expert" in kind:
-        assert not gradients["grouped_experts.down_proj.weight"][4 if "experts" in kind else 3].any()
+    assert single.tokens_per_expert.eq(0).nonzero().flatten().tolist() == AVOIDED.get(kind, [])
 
 
 @pytest.mark.world_size(2)
@@ -124,17 +126,20 @@ def test_the_grouped_kernel(dtype: torch.dtype, avoided: list[int]):
     for layer in (split, single):
         randomize(layer)
         with torch.no_grad():
-            layer.router.gate.weight[avoided] = -100.0
+            layer.router.gate.weight[:, 0] = 0.0
+            layer.router.gate.weight[avoided, 0] = -100.0
         layer.to(dtype)
     parallelize_expert_parallel(split, mesh)
     synchronizer = synchronized(split)
-    batches = torch.rand(2, 6, 8, generator=torch.Generator().manual_seed(5)).to(dtype)
+    batches = torch.randn(2, 16, 8, generator=torch.Generator().manual_seed(5)).to(dtype)
+    batches[:, :, 0] = 10.0
     output = step(split, batches[dist.get_rank()])
     synchronizer.wait()
     expected = [step(single, batch) for batch in batches][dist.get_rank()]
     tolerance = FP32_SUMS if dtype == torch.float32 else BF16
     torch.testing.assert_close(output, expected, **tolerance)
     assert_close_tree(named_full_gradients(split), named_full_gradients(single), **tolerance)
+    assert single.tokens_per_expert.eq(0).nonzero().flatten().tolist() == avoided
 
 
 @pytest.mark.world_size(2)
