@@ -1,4 +1,4 @@
-"""Gathers tensors and objects over a process group, on any backend and for every dtype and shape.
+"""Gathers and exchanges tensors and objects over a process group, on any backend and for every dtype and shape.
 
 [Note: tensors travel as bytes]
 Backends differ in the dtypes they take (gloo has no bool or float8 in some collectives). Nothing is computed on the
@@ -165,6 +165,34 @@ def gather_variadic_shape(tensor: torch.Tensor, group: dist.ProcessGroup, group_
             for peer, target in enumerate(received)
             if peer != group_dst and target.numel()
         ]
+    )
+    return received
+
+
+def exchange_rows(
+    rows: torch.Tensor, num_sent: Sequence[int], num_received: Sequence[int], group: dist.ProcessGroup
+) -> torch.Tensor:
+    """Send each rank of a group its part of the rows, and return those that came, in group order.
+
+    All ranks of the group must call it. It records no graph. On an accelerator it does not block the host.
+
+    Shapes:
+        ``(sum(num_sent), ...)`` to ``(sum(num_received), ...)``.
+
+    Args:
+        rows: Of the same dtype and size of a row on every rank; any strides.
+        num_sent: How many rows each rank gets, in group order; may be 0.
+        num_received: How many rows come from each rank: what they have said for this one.
+        group: The ranks.
+    """
+    row_bytes = rows.shape[1:].numel() * rows.element_size()
+    received = rows.new_empty((sum(num_received), *rows.shape[1:]))
+    dist.all_to_all_single(
+        _as_bytes(received),
+        _as_bytes(rows),
+        [count * row_bytes for count in num_received],
+        [count * row_bytes for count in num_sent],
+        group=group,
     )
     return received
 

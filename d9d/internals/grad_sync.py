@@ -26,6 +26,8 @@ from d9d.internals.grad_norm import LocalGradients, ShardedAlike, group_paramete
 
 _TENSOR_DIM = "tp"
 """Name of the mesh dimension of tensor parallelism, in all domains."""
+_EXPERT_DIMS = frozenset({"ep_replicate", "ep_shard"})
+"""Names of the dimensions into which the expert domain cuts the ranks with different data."""
 
 
 def groups_to_sum(parameter: torch.Tensor, data_groups: tuple[dist.ProcessGroup, ...]) -> tuple[dist.ProcessGroup, ...]:
@@ -38,15 +40,17 @@ def groups_to_sum(parameter: torch.Tensor, data_groups: tuple[dist.ProcessGroup,
     Args:
         parameter: Plain tensor or DTensor.
         data_groups: Groups of the data-parallel mesh dimensions. Empty: those along which the parameter says that it
-            is replicated, tensor parallelism left out.
+            is replicated, tensor parallelism left out. So it is, too, for parameters over the expert domain, which
+            cuts the same ranks in another way.
     """
     if not isinstance(parameter, DTensor):
         return data_groups
-    if data_groups:
+    mesh = parameter.device_mesh
+    names = mesh.mesh_dim_names or ()
+    if data_groups and _EXPERT_DIMS.isdisjoint(names):
         sharded = groups_where(parameter, replicated=False)
         return tuple(group for group in data_groups if group not in sharded)
-    mesh = parameter.device_mesh
-    tensor_parallel = [mesh.get_group(_TENSOR_DIM)] if _TENSOR_DIM in (mesh.mesh_dim_names or ()) else []
+    tensor_parallel = [mesh.get_group(_TENSOR_DIM)] if _TENSOR_DIM in names else []
     return tuple(group for group in groups_where(parameter, replicated=True) if group not in tensor_parallel)
 
 

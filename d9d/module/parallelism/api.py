@@ -1,7 +1,26 @@
 """The functions that distribute a submodule: each sets placements, and the rest of the package reads them."""
 
+from d9d.module.parallelism.expert import parallelize_expert_parallel
 from d9d.module.parallelism.replicate import parallelize_replicate
 from d9d.module.parallelism.shard import parallelize_fsdp, parallelize_hsdp
 from d9d.module.parallelism.tensor import parallelize_tensor
+from d9d.module.parallelism.tensor_blocks import (
+    parallelize_tensor_attention,
+    parallelize_tensor_embedding,
+    parallelize_tensor_ffn,
+    parallelize_tensor_head,
+    parallelize_tensor_norm,
+)
 
-__all__ = ["parallelize_fsdp", "parallelize_hsdp", "parallelize_replicate", "parallelize_tensor"]
+__all__ = [
+    "parallelize_expert_parallel",
+    "parallelize_fsdp",
+    "parallelize_hsdp",
+    "parallelize_replicate",
+    "parallelize_tensor",
+    "parallelize_tensor_attention",
+    "parallelize_tensor_embedding",
+    "parallelize_tensor_ffn",
+    "parallelize_tensor_head",
+    "parallelize_tensor_norm",
+]

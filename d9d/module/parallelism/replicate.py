@@ -2,7 +2,7 @@
 # parameters are exchanged where torch keeps them, past the checks of nn.Module (torch 2.13)
 # pyright: reportPrivateUsage=false
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import nn
@@ -26,16 +26,32 @@ def parallelize_replicate(module: nn.Module, mesh: DeviceMesh) -> None:
         module: Module to change; on the meta device or with values.
         mesh: Mesh of a domain, or a slice of it.
     """
-    replicated: dict[nn.Parameter, nn.Parameter] = {}
+
+    def replicate(parameter: nn.Parameter) -> DTensor:
+        return DTensor.from_local(parameter.detach(), mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+    distribute_with_leaves(module, replicate)
+
+
+def distribute_with_leaves(module: nn.Module, distribute: Callable[[nn.Parameter], DTensor]) -> None:
+    """Exchange the parameters of a module for DTensors with whose local tensors its code computes, in place.
+
+    See [Note: compute leaf]. Parameters that are DTensors already stay as they are.
+
+    Args:
+        module: Module to change; on the meta device or with values.
+        distribute: Returns what a parameter becomes; called once for a parameter that has several places.
+    """
+    distributed: dict[nn.Parameter, nn.Parameter] = {}
     slots: list[tuple[nn.Module, str]] = []
     for owner, name, parameter in _named_slots(module):
         if isinstance(parameter, DTensor):
             continue
-        if parameter not in replicated:
-            replicated[parameter] = _replicate(parameter, mesh)
+        if parameter not in distributed:
+            distributed[parameter] = _with_leaf(parameter, distribute)
         slots.append((owner, name))
         # Through setattr, since some modules keep lists of their parameters (nn.LSTM).
-        setattr(owner, name, replicated[parameter])  # introspection: any name
+        setattr(owner, name, distributed[parameter])  # introspection: any name
     for owner in dict.fromkeys(owner for owner, _ in slots):
         owner._parameters = ParameterSlots(owner, {name for module, name in slots if module is owner})
     if slots:
@@ -47,13 +63,12 @@ def replicated_parameters(module: nn.Module) -> set[nn.Parameter]:
     return {parameter for parameter in module.parameters() if has_compute_leaf(parameter)}
 
 
-def _replicate(parameter: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
+def _with_leaf(parameter: nn.Parameter, distribute: Callable[[nn.Parameter], DTensor]) -> nn.Parameter:
     with torch.no_grad():
-        distributed = DTensor.from_local(parameter.detach(), mesh, [Replicate()] * mesh.ndim, run_check=False)
-    replicated = nn.Parameter(distributed, requires_grad=parameter.requires_grad)
-    leaf = nn.Parameter(local_tensor(replicated), requires_grad=parameter.requires_grad)
-    set_compute_leaf(replicated, leaf)
-    return replicated
+        distributed = nn.Parameter(distribute(parameter), requires_grad=parameter.requires_grad)
+    leaf = nn.Parameter(local_tensor(distributed), requires_grad=parameter.requires_grad)
+    set_compute_leaf(distributed, leaf)
+    return distributed
 
 
 def _named_slots(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:

@@ -114,3 +114,24 @@ def test_ranks_of_a_group_count_within_it():
     assert (gathered is None) == (rank == 1)
     assert dist_ops.all_gather_object({"rank": rank}, group) == [{"rank": 1}, {"rank": 3}]
     assert dist_ops.gather_object(rank, group, group_dst=0) == ([1, 3] if rank == 1 else None)
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.bool, torch.float8_e4m3fn])
+@pytest.mark.parametrize("row_shape", [(), (3,), (2, 1)])
+def test_exchange_rows(dtype: torch.dtype, row_shape: tuple[int, ...]):
+    """Rank 0 keeps 2 rows and sends 1, rank 1 sends 3 and keeps none; then nobody sends anything to rank 1."""
+    rank = dist.get_rank()
+    for num_sent in (((2, 1), (3, 0)), ((1, 0), (0, 0))):
+        first = [10 * rank + index for index in range(sum(num_sent[rank]))]
+        rows = torch.tensor(first, dtype=torch.float32).reshape(-1, *(1 for _ in row_shape)).expand(-1, *row_shape)
+        received = dist_ops.exchange_rows(
+            rows.to(dtype), num_sent[rank], [counts[rank] for counts in num_sent], dist.group.WORLD
+        )
+        starts = [10 * peer + sum(num_sent[peer][:rank]) for peer in range(2)]
+        expected = [start + index for peer, start in enumerate(starts) for index in range(num_sent[peer][rank])]
+        wanted = torch.tensor(expected, dtype=torch.float32).to(dtype).float()
+        assert received.dtype == dtype
+        assert received.shape == (len(expected), *row_shape)
+        for index, value in enumerate(wanted):
+            assert received[index].float().eq(value).all()

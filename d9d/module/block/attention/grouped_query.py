@@ -62,7 +62,7 @@ class GroupedQueryAttention(nn.Module, ModuleLateInit):
     ) -> None:
         super().__init__()
         _check_heads(num_attention_heads, num_key_value_heads)
-        self._head_dim = head_dim
+        self.head_dim = head_dim
         self._rope_dim = head_dim if rope_dim is None else rope_dim
         if not 0 < self._rope_dim <= head_dim or self._rope_dim % 2:
             raise ValueError(f"rope_dim ({rope_dim}) must be even and between 2 and head_dim ({head_dim}).")
@@ -120,7 +120,7 @@ class GroupedQueryAttention(nn.Module, ModuleLateInit):
         return self.o_proj(joined)
 
     def _heads(self, projected: torch.Tensor, norm: RMSNorm | None) -> torch.Tensor:
-        heads = projected.unflatten(-1, (-1, self._head_dim))  # (B, T, H, D)
+        heads = projected.unflatten(-1, (-1, self.head_dim))  # (B, T, H, D)
         return (heads if norm is None else norm(heads)).transpose(-3, -2)  # (B, H, T, D)
 
     def reset_parameters(self) -> None:

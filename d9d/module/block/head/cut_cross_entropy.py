@@ -11,6 +11,12 @@ not the tokens means that each row of the weight is read, and its gradient writt
 Source: "Cut Your Losses in Large-Vocabulary Language Models", https://arxiv.org/abs/2411.09009 (the idea; that paper
 keeps pieces in the registers of a fused kernel, we keep them in memory of bounded size).
 
+[Note: Parts of the vocabulary on several ranks]
+
+Where ranks hold a part of the rows each, every rank walks its own part, and the two numbers per token are combined: one
+maximum and one sum over the ranks. Then each rank computes the gradient of its rows, and its part of the gradient of the
+hidden states, which the caller sums over the ranks.
+
 Axes: T tokens, H hidden size, V words of one weight, P words of one piece.
 """
 
@@ -19,6 +25,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Final, cast
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
@@ -39,6 +46,8 @@ def linear_cross_entropy_per_token(
     *,
     ignore_index: int,
     piece_elements: int = PIECE_ELEMENTS,
+    starts: Sequence[int] | None = None,
+    group: dist.ProcessGroup | None = None,
 ) -> torch.Tensor:
     """Return the cross entropy of each token under ``softmax(hidden_states @ concat(weights).T)``.
 
@@ -56,13 +65,22 @@ def linear_cross_entropy_per_token(
             gives an infinite loss: to raise an error, the host would have to wait for the device.
         ignore_index: The label of tokens whose loss and gradients are zero.
         piece_elements: How many logits may be in memory at a time.
+        starts: Label of the first row of each weight; by default weights follow each other.
+        group: Ranks that hold the other rows, with the same tokens and labels; all must call this and its backward
+            pass. Gradients of hidden states are this rank's part, to be summed. See [Note: Parts of the vocabulary on
+            several ranks].
     """
     device_type = hidden_states.device.type
     if torch.is_autocast_enabled(device_type):
         dtype = torch.get_autocast_dtype(device_type)
         hidden_states, weights = hidden_states.to(dtype), [weight.to(dtype) for weight in weights]
     # Autograd functions are untyped.
-    return cast(torch.Tensor, _CutCrossEntropy.apply(hidden_states, labels, ignore_index, piece_elements, *weights))
+    return cast(
+        torch.Tensor,
+        _CutCrossEntropy.apply(
+            hidden_states, labels, ignore_index, piece_elements, starts or _offsets(weights), group, *weights
+        ),
+    )
 
 
 def _pieces(weights: Sequence[torch.Tensor], num_tokens: int, piece_elements: int) -> Iterator[tuple[int, int, int]]:
@@ -70,8 +88,10 @@ def _pieces(weights: Sequence[torch.Tensor], num_tokens: int, piece_elements: in
     size = max(MIN_PIECE_WORDS, piece_elements // max(num_tokens, 1))
     for index, weight in enumerate(weights):
         num_words = weight.shape[0]
+        if num_words == 0:  # a rank may have no part of a small vocabulary
+            continue
         # Pieces of one weight are of one size, but for a rest of a word or so.
-        num_pieces = max(1, -(-num_words // size))
+        num_pieces = -(-num_words // size)
         bounds = [num_words * number // num_pieces for number in range(num_pieces + 1)]
         yield from ((index, start, end) for start, end in itertools.pairwise(bounds))
 
@@ -89,13 +109,18 @@ class _CutCrossEntropy(torch.autograd.Function):
         labels: torch.Tensor,
         ignore_index: int,
         piece_elements: int,
+        starts: Sequence[int],
+        group: dist.ProcessGroup | None,
         *weights: torch.Tensor,
     ) -> torch.Tensor:
         with torch.autocast(hidden_states.device.type, enabled=False):
-            log_sum, of_label = _scan(hidden_states, labels, weights, piece_elements)
+            log_sum, of_label = _scan(hidden_states, labels, weights, piece_elements, starts)
+        if group is not None:
+            log_sum, of_label = _combine(log_sum, of_label, group)
         ctx.save_for_backward(hidden_states, labels, log_sum, *weights)
         ctx.ignore_index = ignore_index
         ctx.piece_elements = piece_elements
+        ctx.starts = starts
         return (log_sum - of_label).masked_fill(labels == ignore_index, 0.0)
 
     @staticmethod
@@ -112,22 +137,21 @@ class _CutCrossEntropy(torch.autograd.Function):
         grad_hidden = torch.zeros_like(hidden_states, dtype=log_sum.dtype) if wants_hidden else None
         grad_weights = [
             torch.empty_like(weight) if wants_weight and is_needed else None
-            for weight, is_needed in zip(weights, ctx.needs_input_grad[4:], strict=True)
+            for weight, is_needed in zip(weights, ctx.needs_input_grad[6:], strict=True)
         ]
-        offsets = _offsets(weights)
         for index, start, end in _pieces(weights, len(labels), ctx.piece_elements):
             piece, grad_weight = weights[index][start:end], grad_weights[index]
             if grad_hidden is None and grad_weight is None:
                 continue
             grad = _grad_of_logits(
-                _wide_logits(hidden_states, piece), log_sum, labels - (offsets[index] + start), grad_losses
+                _wide_logits(hidden_states, piece), log_sum, labels - (ctx.starts[index] + start), grad_losses
             ).to(hidden_states.dtype)
             if grad_hidden is not None:
                 grad_hidden += grad @ piece
             if grad_weight is not None:
                 torch.mm(grad.T, hidden_states, out=grad_weight[start:end])
         result = None if grad_hidden is None else grad_hidden.to(hidden_states.dtype)
-        return result, None, None, None, *grad_weights
+        return result, None, None, None, None, None, *grad_weights
 
 
 def _offsets(weights: Sequence[torch.Tensor]) -> list[int]:
@@ -136,16 +160,19 @@ def _offsets(weights: Sequence[torch.Tensor]) -> list[int]:
 
 
 def _scan(
-    hidden_states: torch.Tensor, labels: torch.Tensor, weights: Sequence[torch.Tensor], piece_elements: int
+    hidden_states: torch.Tensor,
+    labels: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    piece_elements: int,
+    starts: Sequence[int],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the log of the sum of exponentials, and the label's logit, of each token."""
     dtype = torch.promote_types(hidden_states.dtype, torch.float32)
     log_sum = torch.full(labels.shape, -torch.inf, dtype=dtype, device=labels.device)
     of_label = torch.full_like(log_sum, -torch.inf)
-    offsets = _offsets(weights)
     for index, start, end in _pieces(weights, len(labels), piece_elements):
         logits = _wide_logits(hidden_states, weights[index][start:end])
-        local = labels - (offsets[index] + start)
+        local = labels - (starts[index] + start)
         is_inside = (local >= 0) & (local < end - start)
         picked = logits.gather(1, local.clamp(0, end - start - 1).unsqueeze(1)).squeeze(1)
         of_label = torch.where(is_inside, picked, of_label)
@@ -154,6 +181,19 @@ def _scan(
         exponentials = logits.sub_(largest.unsqueeze(1)).exp_()
         log_sum = torch.logaddexp(log_sum, exponentials.sum(1).log_() + largest)
     return log_sum, of_label
+
+
+def _combine(
+    log_sum: torch.Tensor, of_label: torch.Tensor, group: dist.ProcessGroup
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Combine what ranks have found in their parts of the vocabulary; a label is in one part at most."""
+    largest = log_sum.clone()
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+    is_inside = of_label > -torch.inf
+    sums = torch.stack((log_sum.sub(largest).exp(), of_label.masked_fill(~is_inside, 0.0), is_inside.to(log_sum.dtype)))
+    dist.all_reduce(sums, group=group)
+    total, of_label, num_inside = sums.unbind(0)
+    return total.log() + largest, of_label.masked_fill(num_inside == 0, -torch.inf)
 
 
 def _grad_of_logits(

@@ -11,6 +11,7 @@ from d9d.module.block.embedding import INIT_STD, check_split_order
 
 from .base import TaskHead
 from .cut_cross_entropy import linear_cross_entropy_per_token
+from .vocabulary_rows import own_rows
 
 LM_IGNORE_INDEX: Final = -100
 """The label of tokens that have no loss, as in `torch.nn.functional.cross_entropy`."""
@@ -68,11 +69,14 @@ class SplitLanguageModellingHead(TaskHead[SequenceCausalLMHeadShared, SequenceCa
                 f"labels have shape {tuple(labels.shape)}, but hidden states {tuple(hidden_states.shape)} are of "
                 f"{tuple(hidden_states.shape[:-1])} tokens. Pass one label per token, {LM_IGNORE_INDEX} for none."
             )
+        rows = own_rows([self.lm_head.get_parameter(f"{name}.weight") for name in self._split_order])
         losses = linear_cross_entropy_per_token(
             hidden_states.flatten(0, -2),
-            [self.lm_head.get_parameter(f"{name}.weight") for name in self._split_order],
+            rows.weights,
             labels.flatten(),
             ignore_index=LM_IGNORE_INDEX,
+            starts=rows.starts,
+            group=rows.group,
         )
         return SequenceCausalLMOutput(cross_entropy=losses.view(labels.shape))
 

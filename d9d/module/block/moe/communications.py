@@ -61,13 +61,10 @@ class NoCommunicationHandler(ExpertCommunicationHandler):
         self, hidden_states: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, ExpertTokenGroups]:
         """Sort slots by expert, tokens in their order within each."""
-        sorted_ids, order = topk_ids.flatten().sort(stable=True)  # (S,)
-        experts = torch.arange(self._num_experts, device=sorted_ids.device, dtype=sorted_ids.dtype)
-        ends = torch.searchsorted(sorted_ids, experts, right=True)
-        groups = ExpertTokenGroups(ends.diff(prepend=ends.new_zeros(1)))
+        order, counts = sort_by_expert(topk_ids, self._num_experts)
         num_choices = topk_ids.shape[1]
         self._sent = (order, num_choices)
-        return gather_slots(hidden_states, order, num_choices), topk_weights.flatten()[order], groups
+        return gather_slots(hidden_states, order, num_choices), topk_weights.flatten()[order], ExpertTokenGroups(counts)
 
     def combine(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Sum the outputs of each token.
@@ -81,11 +78,27 @@ class NoCommunicationHandler(ExpertCommunicationHandler):
         return sum_slots(hidden_states, order, num_choices)
 
 
+def sort_by_expert(topk_ids: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Order slots by expert, tokens in their order within each.
+
+    Shapes:
+        ``(N, K)`` to ``(S,)``, as `gather_slots` takes it, and ``(E,)``: how many slots each expert has.
+
+    Args:
+        topk_ids: Experts of each token.
+        num_experts: E.
+    """
+    sorted_ids, order = topk_ids.flatten().sort(stable=True)  # (S,)
+    experts = torch.arange(num_experts, device=sorted_ids.device, dtype=sorted_ids.dtype)
+    ends = torch.searchsorted(sorted_ids, experts, right=True)
+    return order, ends.diff(prepend=ends.new_zeros(1))
+
+
 def gather_slots(tokens: torch.Tensor, order: torch.Tensor, num_choices: int) -> torch.Tensor:
     """Copy each token to its slots.
 
     Shapes:
-        ``(N, H)`` to ``(S, H)``.
+        ``(N, ...)`` to ``(S, ...)``.
 
     Args:
         tokens: Tokens.
@@ -100,7 +113,7 @@ def sum_slots(slots: torch.Tensor, order: torch.Tensor, num_choices: int) -> tor
     """Sum the slots of each token: the transpose of `gather_slots`.
 
     Shapes:
-        ``(S, H)`` to ``(N, H)``.
+        ``(S, ...)`` to ``(N, ...)``.
 
     Args:
         slots: Slots, in the order of `gather_slots`.
@@ -133,7 +146,7 @@ class _SumSlots(torch.autograd.Function):
         ctx.num_choices = num_choices
         by_token = torch.empty_like(slots).index_copy_(0, order, slots)
         num_tokens = order.shape[0] // num_choices
-        return by_token.view(num_tokens, num_choices, slots.shape[1]).sum(1)
+        return by_token.view(num_tokens, num_choices, *slots.shape[1:]).sum(1)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # noqa: ANN401  # pyright: ignore[reportIncompatibleMethodOverride]

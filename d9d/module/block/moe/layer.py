@@ -6,6 +6,7 @@ from torch.distributed import ProcessGroup
 
 from d9d.module.base import ModuleLateInit
 
+from .all_to_all import AllToAllCommunicationHandler
 from .communications import ExpertCommunicationHandler, NoCommunicationHandler
 from .experts import GroupedSwiGLU
 from .grouped_mm import AnyGroupedMmBackendConfig
@@ -16,7 +17,7 @@ from .shared import SharedExpertParameters, SharedSwiGLU
 class MoELayer(nn.Module, ModuleLateInit):
     """Sends each token to K of E experts and sums their outputs, weighted by the router; maybe with a shared expert.
 
-    Counts how many tokens each expert got in `tokens_per_expert` (``(E,)``, int64), until `reset_stats`. Layers that
+    Counts how many of its tokens went to each expert in `tokens_per_expert` (``(E,)``, int64), until `reset_stats`. Layers that
     are computed again for their backward pass count once.
 
     Args:
@@ -58,6 +59,11 @@ class MoELayer(nn.Module, ModuleLateInit):
         self._communicator: ExpertCommunicationHandler = NoCommunicationHandler(num_grouped_experts)
         self.register_buffer("tokens_per_expert", torch.zeros(num_grouped_experts, dtype=torch.int64), persistent=False)
 
+    @property
+    def num_experts(self) -> int:
+        """E, those of other ranks too."""
+        return self.tokens_per_expert.shape[0]
+
     def use_communicator(self, communicator: ExpertCommunicationHandler) -> None:
         """Bring tokens to experts in another way, e.g. to those of other ranks.
 
@@ -69,17 +75,16 @@ class MoELayer(nn.Module, ModuleLateInit):
     def enable_distributed_communicator(self, group: ProcessGroup) -> None:
         """Exchange tokens among the ranks of a group, each of which holds an equal part of the experts.
 
+        From then on all ranks of the group must call the layer together, and its backward pass too.
+
         Args:
-            group: The ranks; a group of one changes nothing.
+            group: The ranks, in the order of the experts that they hold; a group of one changes nothing.
 
         Raises:
-            NotImplementedError: If the group has more than one rank.
+            ValueError: If the group does not divide the number of experts.
         """
         if group.size() > 1:
-            raise NotImplementedError(
-                f"experts on {group.size()} ranks: token exchange is not there yet. Use expert_parallel=1, or pass "
-                "an ExpertCommunicationHandler of your own to use_communicator."
-            )
+            self.use_communicator(AllToAllCommunicationHandler(self.num_experts, group))
 
     @torch.no_grad()
     def reset_stats(self) -> None:
