@@ -40,7 +40,7 @@ from d9d_lightning.gradients.precision import MeshClipping, NormScope, agree_on_
 from d9d_lightning.jobs.failures import RunFailure
 from d9d_lightning.jobs.launch import build_launcher, join_job, leave_job, tell_ranks
 from d9d_lightning.jobs.loaders import prepare_loader
-from d9d_lightning.jobs.process_launcher import ProcessLauncher
+from d9d_lightning.jobs.process_launcher import HandBack, ProcessLauncher
 from d9d_lightning.model_states.module_states import ExportFormat, ModuleStates
 from d9d_lightning.model_states.options import MapperSpec, ModelStateOptions
 from d9d_lightning.options.config_check import LauncherName, refuse_problems
@@ -122,11 +122,10 @@ class D9DStrategy(ParallelStrategy):
             launcher: How further processes start where no torchrun or cluster has started them: "script" runs the
                 script again, "fork" and "spawn" make children of this process, whose weights and metrics come back.
                 None: "fork" in a notebook, else "script".
-            source_checkpoint: Model state (folder of .safetensors files, or one) that the module starts from. It is loaded
-                once, by the first run of the module, before a ``ckpt_path`` is. Each rank reads what it keeps.
+            source_checkpoint: Model state (a folder, or one file) that training starts from, loaded before a ``ckpt_path`` is.
             load_mapper: Makes the module's tensors from those of the source: a mapper, or a function that returns one for
                 the LightningModule. Names are those of the whole module, also with stages. None: the same names.
-            export_mapper: The way back, for `export_model_state`. None: the inverse of `load_mapper`, or the same names.
+            export_mapper: The way back, for `export_model_state`. None: the inverse of `load_mapper`; without it the same names.
             keep_initial: Patterns, as of `fnmatch`, of tensors that the source does not have, such as ``["head.*"]``.
 
         Raises:
@@ -226,8 +225,8 @@ class D9DStrategy(ParallelStrategy):
         refuse_problems(options.problems(environment, num_devices, self._num_nodes), options.mesh)
         if self.mesh.is_distributed:
             agree_on_scale(self.precision_plugin)
-        collect = self._collect_model_state
-        self._launcher = build_launcher(self, options.launcher, num_devices, self._num_nodes, collect)
+        hand_back = HandBack(self._collect_model_state, self._model_states.note_fit)
+        self._launcher = build_launcher(self, options.launcher, num_devices, self._num_nodes, hand_back)
 
     def _collect_model_state(self) -> dict[str, Any]:
         state = {"state_dict": self._connected_module.state_dict()}
@@ -301,8 +300,7 @@ class D9DStrategy(ParallelStrategy):
         # Again: a function of the user's may have made distributed parameters on any mesh.
         check_callbacks(trainer, self.mesh, module)
         self._cut = cut_of(module)
-        has_bar = trainer.progress_bar_callback is not None
-        self._model_states.load(module, self._context, self.root_device, self._cut, show_progress=has_bar)
+        self._model_states.load(module, self._context, self.root_device, self._cut)
         if self._waiting_state is not None:
             (state_dict, strict), self._waiting_state = self._waiting_state, None
             load_model_state(module, state_dict, strict=strict, cut=self._cut)
@@ -321,11 +319,9 @@ class D9DStrategy(ParallelStrategy):
         self.setup_precision_plugin()
         if is_fitting:
             _optimizers_to_device(self.optimizers, self.root_device)
+            size_mb, stays_gathered = self._options.bucket_size_mb, self._options.plan.stays_gathered
             self._run.start_training(
-                self.optimizers,
-                self._lightning_optimizers,
-                bucket_size_mb=self._options.bucket_size_mb,
-                stays_gathered=self._options.plan.stays_gathered,
+                self.optimizers, self._lightning_optimizers, bucket_size_mb=size_mb, stays_gathered=stays_gathered
             )
 
     @property
@@ -349,10 +345,10 @@ class D9DStrategy(ParallelStrategy):
         if self._run is not None:
             self._run.end()
             self._run = None
-        if self._context is None:
+        if self._context is None and not is_on_meta(self.lightning_module):
             super().teardown()
             return
-        # Distributed parameters stay on their device: the next run uses them there.
+        # Distributed parameters stay on their device, where the next run uses them. Those without memory can not move.
         self.precision_plugin.teardown()
         if self.cluster_environment is not None:
             self.cluster_environment.teardown()
@@ -576,13 +572,17 @@ class D9DStrategy(ParallelStrategy):
 
         Raises:
             RuntimeError: If the job has several processes and none has started yet.
-            ValueError: On all ranks, if the mapper does not fit the module.
+            ValueError: On all ranks, if the mapper does not fit the module, or there is none.
         """
         if self._context is None and self.mesh.is_distributed and not isinstance(self._launcher, ProcessLauncher):
             raise RuntimeError("export_model_state() needs the processes of the job: call it during or after a run.")
         if not self._is_alone:
             form = ExportFormat(shard_size_gb, dtype, manifest, show_progress)
             self._model_states.export(Path(path), self._connected_module, self._context, self._cut, mapper, form)
+
+    def check_export(self) -> None:
+        """Raise now, in a run, what `export_model_state` without a mapper would raise for the lack of one."""
+        self._model_states.mapper_to_export(self._connected_module)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

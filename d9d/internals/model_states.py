@@ -1,19 +1,14 @@
 """What jobs do around model states: look at a source before they start, and fail on all ranks together."""
 
 import contextlib
-import difflib
 from pathlib import Path
-
-import torch
-import torch.distributed as dist
-from torch import nn
-from torch.distributed.tensor import DTensor
 
 from d9d.core.dist_context import DistributedContext
 from d9d.model_state.io.files import find_files
 from d9d.model_state.io.participants import Participants
+from d9d.model_state.mapper.names import NearestNames
 
-__all__ = ["failing_together", "huggingface_cache_root", "share_buffers", "source_problems"]
+__all__ = ["failing_together", "huggingface_cache_root", "source_problems"]
 
 
 def source_problems(option: str, source: Path) -> list[str]:
@@ -26,11 +21,8 @@ def source_problems(option: str, source: Path) -> list[str]:
     where = f"{option} ({source})"
     if not source.exists():
         parent = source.absolute().parent
-        near = difflib.get_close_matches(
-            source.name, [path.name for path in parent.iterdir()] if parent.is_dir() else [], n=1
-        )
-        hint = f"did you mean {source.with_name(near[0])}?" if near else "name the folder of a model state."
-        return [f"{where} does not exist: {hint}"]
+        near = NearestNames([path.name for path in parent.iterdir()] if parent.is_dir() else [])
+        return [f"{where} does not exist{near.hint(source.name)}: name the folder of a model state."]
     if (source / ".metadata").is_file():
         return [
             f"{where} is a training checkpoint, not a model state: export one from it, and name the folder of that."
@@ -42,11 +34,13 @@ def source_problems(option: str, source: Path) -> list[str]:
 def huggingface_cache_root(source: Path) -> Path | None:
     """Return the folder that the links of a model state may lead to, if it lies in the cache of Hugging Face.
 
-    There ``snapshots/<revision>`` holds links into ``blobs`` of the same model. None for any other folder.
+    There ``snapshots/<revision>`` and folders in it hold links into ``blobs`` of the same model. None for anything else.
+
+    Args:
+        source: Folder of a model state, or one file.
     """
-    snapshots = source.absolute().parent
-    is_cache = snapshots.name == "snapshots" and (snapshots.parent / "blobs").is_dir()
-    return snapshots.parent if is_cache else None
+    roots = [folder.parent for folder in source.absolute().parents if folder.name == "snapshots"]
+    return next((root for root in roots if (root / "blobs").is_dir()), None)
 
 
 def failing_together(context: DistributedContext | None) -> contextlib.AbstractContextManager[None]:
@@ -59,21 +53,3 @@ def failing_together(context: DistributedContext | None) -> contextlib.AbstractC
     """
     groups = [] if context is None or not context.is_distributed else [context.groups[0]]
     return Participants(groups).failing_together()
-
-
-@torch.no_grad()
-def share_buffers(module: nn.Module, group: dist.ProcessGroup) -> None:
-    """Overwrite plain buffers, such as running statistics, with those of the first rank. All ranks must call it.
-
-    Several ranks write an export, and their files must not mix what each of them has counted.
-
-    Args:
-        module: The module.
-        group: Ranks with the same module and different samples.
-    """
-    for buffer in module.buffers():
-        if buffer.numel() and not isinstance(buffer, DTensor):
-            values = buffer.contiguous()
-            dist.broadcast(values.reshape(-1).view(torch.uint8), group=group, group_src=0)
-            if values is not buffer:
-                buffer.copy_(values)

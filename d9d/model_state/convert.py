@@ -23,7 +23,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnContext
 from pathlib import Path
-from typing import NoReturn, final
+from typing import final
 
 import torch
 import torch.distributed as dist
@@ -32,14 +32,15 @@ from tqdm import tqdm
 from d9d.core.parent_watch import ends_with_parent
 from d9d.model_state.inspection import counted, dry_run, format_size
 from d9d.model_state.io.export_directory import prepare_directory
+from d9d.model_state.io.progress import progress_bar
 from d9d.model_state.io.reader import read_model_state
 from d9d.model_state.io.source import ModelStateSource, open_model_state
 from d9d.model_state.io.writer import write_model_state_distributed, write_model_state_local
-from d9d.model_state.mapper.adapters import identity_mapper_from_mapper_outputs
+from d9d.model_state.mapper.adapters import identity_mapper_from_mapper_outputs, identity_mapper_from_names
 from d9d.model_state.mapper.base import ModelStateMapper
 from d9d.model_state.mapper.compose import ModelStateMapperShard
 from d9d.model_state.mapper.names import listed
-from d9d.model_state.mapper_reference import describe_with_place, identity_mapper_from_names, load_mapper
+from d9d.model_state.mapper_reference import describe_with_place, load_mapper
 
 __all__ = ["DTYPES", "Conversion", "ConversionResult", "convert_model_state"]
 
@@ -130,7 +131,8 @@ def convert_model_state(conversion: Conversion, *, show_progress: bool = True) -
     if problems := [*_problems(conversion), *tried.problems]:
         raise ValueError(problems[0] if len(problems) == 1 else "".join(f"\n  {problem}" for problem in problems))
     num_workers = min(conversion.num_workers, max(1, len(mapper.state_dependency_groups())))
-    with _progress_bar(len(tried.outputs), show_progress) as bar, _tidy_after_failure(conversion.dest_dir):
+    bar = progress_bar(len(tried.outputs), "tensor", "converting", show_progress)
+    with bar, _tidy_after_failure(conversion.dest_dir):
         if num_workers > 1:
             _run_workers(dataclasses.replace(conversion, num_workers=num_workers), bar.update)
         else:
@@ -161,17 +163,12 @@ def _problems(conversion: Conversion) -> Iterator[str]:
         yield f"{conversion.dest_dir} is the source itself, and a conversion cannot replace what it reads."
     elif dest.exists() and not dest.is_dir():
         yield f"{conversion.dest_dir} is not a folder."
-    elif not conversion.overwrite and (taken := sorted(path.name for path in dest.glob("*.safetensors*"))):
+    elif not conversion.overwrite and (taken := sorted(path.name for path in dest.glob("[!.]*.safetensors*"))):
         yield f"{conversion.dest_dir} holds a model state ({listed(taken)}): name another folder, or overwrite it."
 
 
 def _build_mapper(conversion: Conversion, names: Sequence[str]) -> ModelStateMapper:
     return load_mapper(conversion.mapper, names) if conversion.mapper else identity_mapper_from_names(names)
-
-
-def _progress_bar(num_tensors: int, show_progress: bool) -> "tqdm[NoReturn]":
-    # None: on a terminal only. A bar in a log file is noise.
-    return tqdm(total=num_tensors, unit="tensor", desc="convert", disable=None if show_progress else True)
 
 
 @contextlib.contextmanager
@@ -182,7 +179,7 @@ def _tidy_after_failure(dest_dir: Path) -> Generator[None]:
     except BaseException:
         with contextlib.suppress(OSError):  # the failure itself says more
             if dest_dir.is_dir():
-                prepare_directory(dest_dir)
+                prepare_directory(dest_dir).release()
         raise
 
 

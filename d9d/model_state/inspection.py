@@ -11,12 +11,12 @@ import torch
 
 from d9d.model_state.io.files import INDEX_NAME, SINGLE_NAME, read_json_without_duplicates
 from d9d.model_state.io.manifest import MANIFEST_NAME, verify_manifest
+from d9d.model_state.io.reader import foresee_group, missing_text, order_groups
 from d9d.model_state.io.source import ModelStateExamination, TensorInfo, examine_model_state
-from d9d.model_state.mapper.base import ModelStateMapper, StateGroup
+from d9d.model_state.mapper.base import ModelStateMapper, runnable_groups
 from d9d.model_state.mapper.check import check_mapper
 from d9d.model_state.mapper.names import listed
 from d9d.model_state.mapper.pieces import TensorPieces
-from d9d.model_state.mapper_reference import describe_with_place
 
 __all__ = [
     "DryRun",
@@ -137,8 +137,9 @@ def _manifest_problems(directory: Path, files: Iterable[str]) -> Iterator[str]:
 class DryRun:
     """What a mapper would make of a model state, as far as that shows without data."""
 
-    outputs: dict[str, TensorPieces | None]
-    """Every tensor that the mapper makes, by name; None where only data tells shape and dtype."""
+    outputs: dict[str, TensorPieces | torch.Tensor | None]
+    """Every tensor that the mapper makes, by name: pieces of the source, or no more than a shape and a dtype (a tensor on the
+    meta device); None where only data tells these."""
     unread: tuple[str, ...]
     """Tensors that the mapper does not ask for, by name."""
     problems: tuple[str, ...]
@@ -152,34 +153,25 @@ def dry_run(mapper: ModelStateMapper, tensors: Mapping[str, TensorInfo]) -> DryR
         mapper: The mapper.
         tensors: All tensors of the model state, by name.
     """
-    groups = sorted(mapper.state_dependency_groups(), key=lambda group: (sorted(group.outputs), sorted(group.inputs)))
+    groups = mapper.state_dependency_groups()
     wanted = {name for group in groups for name in group.inputs}
-    outputs: dict[str, TensorPieces | None] = {name: None for group in groups for name in group.outputs}
+    outputs: dict[str, TensorPieces | torch.Tensor | None] = {name: None for group in groups for name in group.outputs}
     problems: list[str] = []
     try:
         check_mapper(mapper, sources=tensors.keys())
     except ValueError as error:
         problems += [line.strip() for line in str(error).splitlines()]
     else:
-        for group in groups:
+        runnable, lacking = runnable_groups(mapper, tensors.keys())
+        problems += [
+            f"{group} has nothing to be made of: {missing_text(names, tensors)}" for group, names in lacking.items()
+        ]
+        for readable in order_groups(runnable, tensors):
             try:
-                outputs |= _trace(mapper, group, tensors)
-            except Exception as error:  # noqa: BLE001  # whatever the code of a mapper raises is what we look for
-                reason = str(error) if isinstance(error, ValueError) else describe_with_place(error)
-                problems.append(f"{listed(group.inputs)} -> {listed(group.outputs)}: {reason}")
+                outputs |= foresee_group(mapper, readable, tensors).outputs
+            except ValueError as error:
+                problems.append(str(error))
     return DryRun(outputs=outputs, unread=tuple(sorted(tensors.keys() - wanted)), problems=tuple(problems))
-
-
-def _trace(
-    mapper: ModelStateMapper, group: StateGroup, tensors: Mapping[str, TensorInfo]
-) -> dict[str, TensorPieces | None]:
-    infos = [tensors[name] for name in sorted(group.inputs) if name in tensors]
-    traced = mapper.trace({info.name: TensorPieces.whole(info.name, info.shape, info.dtype) for info in infos})
-    if traced is None:
-        return {}
-    if traced.keys() != group.outputs:
-        raise ValueError(f"the mapper announces these outputs, but makes {listed(traced) or 'none'}")
-    return dict(traced)
 
 
 # ---- Text ------------------------------------------------------------------------------------------------------------
@@ -209,9 +201,9 @@ def format_dry_run(mapper: ModelStateMapper, run: DryRun) -> str:
     """Write what a mapper reads and makes, and why it would fail."""
     rows = [
         (name, "", "known with data only", "")
-        if pieces is None
-        else (name, _dtype(pieces.dtype), _shape(pieces.shape), format_size(_num_bytes(pieces)))
-        for name, pieces in sorted(run.outputs.items())
+        if output is None
+        else (name, _dtype(output.dtype), _shape(output.shape), format_size(_num_bytes(output)))
+        for name, output in sorted(run.outputs.items())
     ]
     parts = ["\n".join(["mapper:", *map(_printable, mapper.explain().splitlines())])]
     if rows:
@@ -305,5 +297,5 @@ def _shape(shape: Sequence[int]) -> str:
     return f"({', '.join(map(str, shape))})"
 
 
-def _num_bytes(pieces: TensorPieces) -> int:
-    return math.prod(pieces.shape) * pieces.dtype.itemsize
+def _num_bytes(output: TensorPieces | torch.Tensor) -> int:
+    return math.prod(output.shape) * output.dtype.itemsize

@@ -6,13 +6,12 @@ import inspect
 import pkgutil
 import sys
 import traceback
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from types import ModuleType
 from typing import Any
 
+from d9d.model_state.mapper.adapters import identity_mapper_from_names
 from d9d.model_state.mapper.base import ModelStateMapper
-from d9d.model_state.mapper.compose import ModelStateMapperParallel
-from d9d.model_state.mapper.leaf import ModelStateMapperIdentity
 
 __all__ = ["describe_with_place", "identity_mapper_from_names", "load_mapper"]
 
@@ -43,11 +42,6 @@ def load_mapper(reference: str, names: Sequence[str]) -> ModelStateMapper:
     if not isinstance(mapper, ModelStateMapper):
         raise ValueError(f"{reference} returned a {type(mapper).__name__}. It must return a ModelStateMapper.")
     return mapper
-
-
-def identity_mapper_from_names(names: Iterable[str]) -> ModelStateMapper:
-    """Return the mapper that passes every tensor on under its own name."""
-    return ModelStateMapperParallel([ModelStateMapperIdentity(name) for name in names])
 
 
 def describe_with_place(error: BaseException) -> str:

@@ -1,7 +1,7 @@
 """Exports of the weights for other tools while a module trains."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,6 +13,7 @@ from lightning.pytorch.utilities.types import STEP_OUTPUT
 from typing_extensions import override
 
 from d9d.model_state.mapper import ModelStateMapper
+from d9d.model_state.mapper.names import NearestNames, listed
 from d9d_lightning.strategy import D9DStrategy
 
 __all__ = ["ModelStateExport"]
@@ -47,8 +48,8 @@ class ModelStateExport(Callback):
             dirpath: Folder of the exports, on a file system that all ranks share.
             every_n_steps: Optimizer steps between exports; None exports after no steps.
             on_best: Name of a logged metric, to export whenever it is better than ever after a validation or an epoch. Or
-                a `ModelCheckpoint`, whose metric and mode are taken.
-            mode: Whether a smaller or a larger value is better. A `ModelCheckpoint` says so itself.
+                a `ModelCheckpoint` of the Trainer, to export what it takes for its best, whenever that is another one.
+            mode: Whether a smaller or a larger value of the metric is better. A `ModelCheckpoint` says so itself.
             at_end: Whether to export when `fit` ends. None: if nothing else is chosen.
             mapper: Makes the exported tensors. None: as the strategy says.
             shard_size_gb: Largest size of a file in GB.
@@ -63,27 +64,53 @@ class ModelStateExport(Callback):
         # A bool counts as an int, and is a mistake here.
         if every_n_steps is not None and (type(every_n_steps) is not int or every_n_steps < 1):
             problems.append(f"every_n_steps ({every_n_steps!r}) must be a whole number of at least 1, or None.")
-        monitor = on_best.monitor if isinstance(on_best, ModelCheckpoint) else on_best
-        if on_best is not None and monitor is None:
-            problems.append("on_best is a ModelCheckpoint without monitor: it has no best. Name a metric.")
-        better = on_best.mode if isinstance(on_best, ModelCheckpoint) else mode
-        if better not in ("min", "max"):
-            problems.append(f"mode ({better!r}) must be 'min' or 'max'.")
+        if isinstance(on_best, ModelCheckpoint) and (on_best.monitor is None or on_best.save_top_k == 0):
+            problems.append("on_best is a ModelCheckpoint without monitor, or with save_top_k=0: it has no best.")
+        if mode not in ("min", "max"):
+            problems.append(f"mode ({mode!r}) must be 'min' or 'max'.")
         if problems:
             raise ValueError(f"ModelStateExport: {' '.join(problems)}")
         self._dirpath = Path(dirpath)
         self._every_n_steps = every_n_steps
-        self._monitor, self._sign = monitor, 1 if better == "min" else -1
-        self._at_end = at_end if at_end is not None else every_n_steps is None and monitor is None
+        self._checkpoint = BestCheckpoint(on_best) if isinstance(on_best, ModelCheckpoint) else None
+        self._monitor = on_best if isinstance(on_best, str) else None
+        self._sign = 1 if mode == "min" else -1
+        self._at_end = at_end if at_end is not None else every_n_steps is None and on_best is None
         self._mapper = mapper
         self._shard_size_gb, self._dtype, self._manifest = shard_size_gb, dtype, manifest
         self._best = math.inf
         self._last_step = 0
+        self._has_validated = False
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if stage == "fit":
-            _strategy_of(trainer)
+        if stage != "fit":
+            return
+        _strategy_of(trainer)
+        if self._checkpoint is not None and self._checkpoint.callback not in trainer.checkpoint_callbacks:
+            raise ValueError(
+                "ModelStateExport: on_best is a ModelCheckpoint that the Trainer does not have, so that it never has a best. "
+                "Add it to the callbacks of the Trainer, or name its metric instead."
+            )
+
+    @override
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._mapper is None:
+            # Not at the end of the training.
+            _strategy_of(trainer).check_export()
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._checkpoint is not None:
+            self._checkpoint.start()
+
+    @override
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._export_best_checkpoint(trainer)
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        self._export_best_checkpoint(trainer)
 
     @override
     def on_train_batch_end(
@@ -98,11 +125,24 @@ class ModelStateExport(Callback):
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not trainer.sanity_checking and trainer.state.fn == TrainerFn.FITTING:
+            self._has_validated = True
             self._export_if_best(trainer)
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._export_best_checkpoint(trainer)
         self._export_if_best(trainer)
+        metrics: Mapping[str, torch.Tensor] = trainer.callback_metrics
+        is_through = self._has_validated or not trainer.enable_validation
+        if self._monitor is not None and self._monitor not in metrics and is_through:
+            raise ValueError(
+                f"ModelStateExport: on_best names a metric that nobody logs: {NearestNames(metrics).described([self._monitor])}. "
+                f"Logged are {listed(metrics) or 'none'}."
+            )
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._export_best_checkpoint(trainer)
 
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -117,6 +157,14 @@ class ModelStateExport(Callback):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._best, self._last_step = state_dict["best"], state_dict["last_step"]
+
+    def _export_best_checkpoint(self, trainer: Trainer) -> None:
+        """Export if the best checkpoint is another one. Before anything trains on, as the weights must be those in it.
+
+        Lightning calls a `ModelCheckpoint` after all other callbacks, so this is for the next hook of each.
+        """
+        if self._checkpoint is not None and self._checkpoint.is_new(trainer.strategy.broadcast):
+            self._export(trainer, self._dirpath / "best")
 
     def _export_if_best(self, trainer: Trainer) -> None:
         if self._monitor is None:
@@ -133,6 +181,39 @@ class ModelStateExport(Callback):
         _strategy_of(trainer).export_model_state(
             path, self._mapper, shard_size_gb=self._shard_size_gb, dtype=self._dtype, manifest=self._manifest
         )
+
+
+class BestCheckpoint:
+    """Tells when the best of a `ModelCheckpoint` is another one."""
+
+    def __init__(self, callback: ModelCheckpoint) -> None:
+        """Take the callback, which belongs to a Trainer."""
+        self.callback = callback
+        self.start()
+
+    def start(self) -> None:
+        """Take what the callback has now for known, as after the state of an earlier run is restored."""
+        self._last_score = self.callback.current_score
+        self._best = self._best_now()
+
+    def is_new(self, broadcast: Callable[[bool], bool]) -> bool:
+        """Tell whether the best one has changed since the last call, as rank 0 says. All ranks must call it.
+
+        Args:
+            broadcast: Returns the value of rank 0. Called only where the callback has kept a checkpoint since.
+        """
+        # Each kept checkpoint has a score of its own, also if it is no other number; ranks keep them together.
+        if self.callback.current_score is self._last_score:
+            return False
+        self._last_score = self.callback.current_score
+        before, self._best = self._best, self._best_now()
+        # Ranks may have other scores, of a metric that is not synced, and rank 0 writes the checkpoints.
+        return broadcast(self._best != before)
+
+    def _best_now(self) -> tuple[str, float | None]:
+        # The path alone may be the same, if it is written over.
+        score = self.callback.best_model_score
+        return self.callback.best_model_path, None if score is None else float(score)
 
 
 def _strategy_of(trainer: Trainer) -> D9DStrategy:

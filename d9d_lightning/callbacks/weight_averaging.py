@@ -15,9 +15,9 @@ from torch import nn
 from typing_extensions import override
 
 from d9d.core.placement import like_parameter, local_tensor
+from d9d.internals.broadcast import broadcast_packed
 from d9d_lightning.checkpoints.checkpoint import shard_model_state
 from d9d_lightning.placements.fsdp_steps import show_module_shards
-from d9d_lightning.placements.parallelize import broadcast_packed
 from d9d_lightning.strategy import D9DStrategy
 
 _Tensors = dict[str, torch.Tensor]

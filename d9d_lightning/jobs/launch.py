@@ -7,7 +7,7 @@ import logging
 import os
 import weakref
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,7 @@ from typing_extensions import override
 
 from d9d.core.dist_context import DeviceMeshParameters, DistributedContext
 from d9d.core.parent_watch import ends_with_parent
-from d9d_lightning.jobs.process_launcher import ProcessLauncher
+from d9d_lightning.jobs.process_launcher import HandBack, ProcessLauncher
 from d9d_lightning.options.config_check import LauncherName, starts_elsewhere
 
 T = TypeVar("T")
@@ -66,7 +66,7 @@ def build_launcher(
     name: LauncherName | None,
     num_devices: int,
     num_nodes: int,
-    collect_weights: Callable[[], dict[str, Any]],
+    hand_back: HandBack,
 ) -> _Launcher | None:
     """Return what starts the other processes, or None where they exist already or are not needed.
 
@@ -75,7 +75,7 @@ def build_launcher(
         name: As the user has said it. None: "fork" in a notebook, which cannot be run again as a script, and "script".
         num_devices: Number of processes on each machine.
         num_nodes: Number of machines.
-        collect_weights: Returns the state dict of the whole module on rank 0, when all ranks call it.
+        hand_back: How trained weights come back from children of this process.
     """
     environment = strategy.cluster_environment
     if environment is None or num_devices * num_nodes == 1 or starts_elsewhere(environment):
@@ -83,7 +83,7 @@ def build_launcher(
     name = name or ("fork" if _IS_INTERACTIVE else "script")
     if name == "script":
         return ScriptLauncher(environment, num_devices, num_nodes)
-    return ProcessLauncher(strategy, name, num_devices, collect_weights)
+    return ProcessLauncher(strategy, name, num_devices, hand_back)
 
 
 def tell_ranks(environment: ClusterEnvironment, num_devices: int, num_nodes: int) -> None:

@@ -9,7 +9,7 @@ from multiprocessing import Process
 from multiprocessing.queues import SimpleQueue
 from pathlib import Path
 from queue import Queue
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,7 @@ from lightning.fabric.strategies.launchers.multiprocessing import (
     _disable_module_memory_sharing,
 )
 from lightning.fabric.utilities import move_data_to_device
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers.multiprocessing import (
@@ -33,12 +33,20 @@ from torch.multiprocessing.spawn import ProcessContext, start_processes
 from typing_extensions import override
 
 from d9d.core.parent_watch import ends_with_parent
-from d9d_lightning.model_states.used_modules import note_run
 
-__all__ = ["ProcessLauncher"]
+__all__ = ["HandBack", "ProcessLauncher"]
 
 _POLL_S = 0.2
 """How long the parent waits for its children before it looks whether the first one wants to hand over its result."""
+
+
+class HandBack(NamedTuple):
+    """How trained weights come back from the children."""
+
+    collect_weights: Callable[[], dict[str, Any]]
+    """Returns the state dict of the whole module on rank 0. All ranks call it."""
+    note_fit: Callable[[LightningModule], None]
+    """Called in the parent with the module that has its trained weights again."""
 
 
 class ProcessLauncher(_MultiProcessingLauncher):
@@ -61,7 +69,7 @@ class ProcessLauncher(_MultiProcessingLauncher):
         strategy: ParallelStrategy,
         start_method: Literal["fork", "spawn"],
         num_processes: int,
-        collect_weights: Callable[[], dict[str, Any]],
+        hand_back: HandBack,
     ) -> None:
         """Describe how to start; nothing is started yet.
 
@@ -69,11 +77,11 @@ class ProcessLauncher(_MultiProcessingLauncher):
             strategy: The strategy of the Trainer.
             start_method: "spawn" starts Python anew and sends it the Trainer; "fork" copies this process.
             num_processes: Number of children.
-            collect_weights: Returns the state dict of the whole module on rank 0. All ranks call it.
+            hand_back: How trained weights come back.
         """
         super().__init__(strategy, start_method)
         self._num_processes = num_processes
-        self._collect_weights = collect_weights
+        self._hand_back = hand_back
 
     # `Any`: whatever the function takes and returns.
     @override
@@ -159,7 +167,7 @@ class ProcessLauncher(_MultiProcessingLauncher):
     @override
     def _collect_rank_zero_results(self, trainer: Trainer, results: Any) -> _WorkerOutput | None:
         is_fitting = trainer.state.fn == TrainerFn.FITTING
-        weights = self._collect_weights() if is_fitting else {}
+        weights = self._hand_back.collect_weights() if is_fitting else {}
         if not self._strategy.is_global_zero:
             return None
         path = None
@@ -180,7 +188,7 @@ class ProcessLauncher(_MultiProcessingLauncher):
         super()._recover_results_in_main_process(worker_output, trainer)
         if worker_output.weights_path is not None:
             Path(worker_output.weights_path).parent.rmdir()
-            note_run(trainer.lightning_module)
+            self._hand_back.note_fit(trainer.lightning_module)
 
 
 def _wait_for_result(processes: ProcessContext, results: "SimpleQueue[Any]") -> Any:  # noqa: ANN401  # the user's

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 
 from d9d.core.dist_context import DENSE_DOMAIN, DistributedContext
@@ -17,13 +18,13 @@ from d9d.internals.model_states import failing_together, huggingface_cache_root
 from d9d.model_state.io.load import load_model_state
 from d9d.model_state.io.save import save_model_state, save_model_state_pipeline_parallel
 from d9d.model_state.mapper import ModelStateMapper
+from d9d.model_state.mapper.adapters import identity_mapper_from_names
 from d9d.model_state.mapper.compose import ModelStateMapperParallel
-from d9d.model_state.mapper.leaf import ModelStateMapperIdentity
 from d9d.model_state.mapper.names import NearestNames
 from d9d_lightning.checkpoints.stage_optimizers import StageCut
 from d9d_lightning.model_states.options import MapperSpec, ModelStateOptions
 from d9d_lightning.model_states.stage_parts import part_to_export, part_to_load
-from d9d_lightning.model_states.used_modules import has_run, note_run
+from d9d_lightning.model_states.used_modules import note_origin, origin_of
 from d9d_lightning.placements.fsdp_steps import show_module_shards
 from d9d_lightning.placements.module_setup import ModelBuffers
 
@@ -53,10 +54,19 @@ class ModuleStates:
         self._module: LightningModule | None = None
         self._load_mapper: ModelStateMapper | None = None
         self._export_mapper: ModelStateMapper | None = None
+        self._has_loaded = False
+        self._said: set[str] = set()
 
     def is_to_load(self, module: LightningModule) -> bool:
-        """Tell whether `load` will load something."""
-        return self._options.source_checkpoint is not None and not has_run(module)
+        """Tell whether `load` will load something in the run of the module's Trainer."""
+        if self._options.source_checkpoint is None or origin_of(module) is not None:
+            return False
+        return _is_fitting(module) or not self._has_loaded
+
+    def note_fit(self, module: LightningModule) -> None:
+        """Note that other processes have trained the module, and have loaded the source before."""
+        self._has_loaded = self._options.source_checkpoint is not None
+        note_origin(module, "loaded" if self._has_loaded else "trained")
 
     def prepare(self, module: LightningModule) -> None:
         """Make the mappers of a module, as long as it is whole. Does nothing the second time.
@@ -76,38 +86,77 @@ class ModuleStates:
         context: DistributedContext | None,
         device: torch.device,
         cut: StageCut | None,
-        *,
-        show_progress: bool,
     ) -> None:
-        """Load the source, unless a run has used the module already. All ranks must call it; it blocks the host.
+        """Load the source, or say why not: [Note: a module is loaded once]. All ranks must call it; it blocks the host.
 
         Args:
-            module: With memory, and distributed if it will be.
+            module: With memory, and distributed if it will be. Its Trainer runs.
             context: Ranks of the job; None on one process.
             device: Device of this rank.
             cut: The whole module, if it is cut into pipeline stages.
-            show_progress: Whether rank 0 shows a progress bar.
 
         Raises:
-            ValueError: On all ranks, if the source, the mapper and the module do not fit together, with all that is wrong.
+            ValueError: On all ranks, if the source, the mapper and the module do not fit together, with all that is wrong;
+                or if the module was trained without the source, and is to be trained with it.
         """
-        source = self._options.source_checkpoint
-        if source is not None and has_run(module):
-            rank_zero_info(f"source_checkpoint ({source}) is not loaded: a run has used this module already.")
-        elif source is not None:
-            show_module_shards(module)
-            with failing_together(context):
-                own = _tensors(module)
-                whole = own if cut is None else cut.state_names
-                mapper = self._load_mapper
-                if mapper is None:
-                    mapper = _identity(own)
-                elif cut is not None:
-                    mapper = part_to_load(mapper, own, whole)
-                keep = _kept(self._options.keep_initial, own, whole)
-                cache_root = huggingface_cache_root(source)
-                load_model_state(source, mapper, device, module, show_progress, keep=keep, cache_root=cache_root)
-        note_run(module)
+        source, name = self._options.source_checkpoint, type(module).__name__
+        is_fitting, origin = _is_fitting(module), origin_of(module)
+        if source is None:
+            if is_fitting and origin is None:
+                note_origin(module, "trained")
+        elif is_fitting and origin == "trained":
+            raise ValueError(
+                f"source_checkpoint ({source}) would overwrite what {name} has learnt in a fit without it. Build the "
+                f"module anew to start from the source, or leave source_checkpoint out to go on with the module as it is."
+            )
+        elif self.is_to_load(module):
+            if not is_fitting:
+                self._say_once(
+                    f"source_checkpoint ({source}) is loaded into {name}, in place of the weights that it has. To evaluate "
+                    f"those, leave source_checkpoint out, or give the Trainer their ckpt_path."
+                )
+            self._load_source(source, module, context, device, cut)
+            note_origin(module, "loaded")
+            self._has_loaded = True
+        elif origin is None:
+            self._say_once(
+                f"source_checkpoint ({source}) is not loaded into {name}: the strategy has loaded it already, into another "
+                f"module. This one is evaluated with the weights that it has."
+            )
+        else:
+            self._say_once(f"source_checkpoint ({source}) is not loaded: a run has used this module already.")
+
+    def _say_once(self, text: str) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            rank_zero_info(text)
+
+    def _load_source(
+        self,
+        source: Path,
+        module: LightningModule,
+        context: DistributedContext | None,
+        device: torch.device,
+        cut: StageCut | None,
+    ) -> None:
+        show_module_shards(module)
+        with failing_together(context):
+            own = _tensors(module)
+            whole = own if cut is None else cut.state_names
+            mapper = self._load_mapper
+            if mapper is None:
+                mapper = identity_mapper_from_names(own)
+            elif cut is not None:
+                mapper = part_to_load(mapper, own, whole)
+            load_model_state(
+                source,
+                mapper,
+                device,
+                module,
+                module.trainer.progress_bar_callback is not None,
+                keep=_kept(self._options.keep_initial, own, whole),
+                cache_root=huggingface_cache_root(source),
+            )
 
     def export(
         self,
@@ -138,7 +187,7 @@ class ModuleStates:
         names_by_rank = [] if cut is None else all_gather_object(list(_tensors(module)), cut.group)
         with failing_together(context):
             self.prepare(module)
-            chosen = mapper or self._mapper_to_export(module)
+            chosen = mapper or self.mapper_to_export(module)
             if cut is not None:
                 chosen = part_to_export(chosen, names_by_rank, cut.group.rank(), cut.last_rank)
         size, bar = form.shard_size_gb, form.show_progress
@@ -150,15 +199,31 @@ class ModuleStates:
             path, chosen, mesh, "pp", [module], size, bar, dtype=form.dtype, manifest=form.manifest
         )
 
-    def _mapper_to_export(self, module: LightningModule) -> ModelStateMapper:
+    def mapper_to_export(self, module: LightningModule) -> ModelStateMapper:
+        """Return what an export takes where it is given no mapper. The same on all ranks; no communication.
+
+        Args:
+            module: One that `prepare` has seen.
+
+        Raises:
+            ValueError: If there is no way back from `load_mapper`.
+        """
         if self._export_mapper is not None:
             return self._export_mapper
-        if self._load_mapper is not None:
-            try:
-                return _with_rest(self._load_mapper.inverse(), module)
-            except NotImplementedError as error:
-                rank_zero_warn(f"The export has the layout of the module, as load_mapper has no inverse: {error}")
-        return _identity(_tensors(module))
+        if self._load_mapper is None:
+            return identity_mapper_from_names(_tensors(module))
+        try:
+            inverse = self._load_mapper.inverse()
+        except NotImplementedError as error:
+            raise ValueError(
+                f"The layout of an export is not known, as load_mapper has no inverse: {error} Give that, or "
+                f"D9DStrategy(export_mapper=...), or a mapper to the export itself."
+            ) from error
+        return _with_rest(inverse, module)
+
+
+def _is_fitting(module: LightningModule) -> bool:
+    return module.trainer.state.fn == TrainerFn.FITTING
 
 
 def _build(name: str, spec: MapperSpec, module: LightningModule) -> ModelStateMapper | None:
@@ -178,17 +243,13 @@ def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
 
 
-def _identity(names: Collection[str]) -> ModelStateMapper:
-    return ModelStateMapperParallel([ModelStateMapperIdentity(name) for name in names])
-
-
 def _with_rest(mapper: ModelStateMapper, module: nn.Module) -> ModelStateMapper:
     """Let an inverted mapper pass on what the source did not have, so that an export has all of the module."""
     tensors = _tensors(module)
     read = {name for group in mapper.state_dependency_groups() for name in group.inputs}
     covered = {id(tensors[name]) for name in read & tensors.keys()}
     rest = [name for name, tensor in tensors.items() if name not in read and id(tensor) not in covered]
-    return ModelStateMapperParallel([mapper, _identity(rest)]) if rest else mapper
+    return ModelStateMapperParallel([mapper, identity_mapper_from_names(rest)]) if rest else mapper
 
 
 def _kept(patterns: Sequence[str], own: Collection[str], whole: Collection[str]) -> list[str]:

@@ -1,19 +1,12 @@
 """Parts of a mapper of the whole module for the ranks of a pipeline, each of which has some of the tensors. Pure."""
 
-from collections.abc import Collection, Mapping, Sequence
-from typing import TypeVar, final
-
-import torch
-from typing_extensions import override
+from collections.abc import Collection, Sequence
 
 from d9d.model_state.mapper import ModelStateMapper, StateGroup
 from d9d.model_state.mapper.compose import ModelStateMapperSelectGroups
 from d9d.model_state.mapper.names import NearestNames, listed
-from d9d.model_state.mapper.pieces import TensorPieces
 
 __all__ = ["part_to_export", "part_to_load"]
-
-T = TypeVar("T")
 
 
 def part_to_load(mapper: ModelStateMapper, own: Collection[str], whole: Collection[str]) -> ModelStateMapper:
@@ -32,7 +25,8 @@ def part_to_load(mapper: ModelStateMapper, own: Collection[str], whole: Collecti
         raise ValueError(
             f"load_mapper makes tensors that the module does not have: {NearestNames(whole).described(unknown)}."
         )
-    return _SomeOutputs(mapper, frozenset(own))
+    own = frozenset(own)
+    return ModelStateMapperSelectGroups(mapper, lambda group: not group.outputs.isdisjoint(own), outputs=own)
 
 
 def part_to_export(
@@ -78,38 +72,3 @@ def part_to_export(
     if problems:
         raise ValueError(f"export_mapper does not fit the module: {' '.join(problems)}")
     return ModelStateMapperSelectGroups(mapper, own.__contains__)
-
-
-@final
-class _SomeOutputs(ModelStateMapper):
-    """A mapper for what is here: groups that make none of it are left out, and of the others the rest of what they make."""
-
-    def __init__(self, mapper: ModelStateMapper, wanted: frozenset[str]) -> None:
-        self._mapper = mapper
-        self._wanted = wanted
-        self._groups = frozenset(
-            StateGroup(inputs=group.inputs, outputs=group.outputs & wanted)
-            for group in mapper.state_dependency_groups()
-            if group.outputs & wanted
-        )
-        self._optional = mapper.optional_inputs() & {name for group in self._groups for name in group.inputs}
-
-    @override
-    def state_dependency_groups(self) -> frozenset[StateGroup]:
-        return self._groups
-
-    @override
-    def optional_inputs(self) -> frozenset[str]:
-        return self._optional
-
-    @override
-    def apply(self, group: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return self._chosen(self._mapper.apply(group))
-
-    @override
-    def trace(self, group: Mapping[str, TensorPieces]) -> dict[str, TensorPieces] | None:
-        traced = self._mapper.trace(group)
-        return None if traced is None else self._chosen(traced)
-
-    def _chosen(self, produced: dict[str, T]) -> dict[str, T]:
-        return {name: value for name, value in produced.items() if name in self._wanted}

@@ -21,6 +21,7 @@ from torchmetrics import Metric
 from d9d.core.fsdp_internals import fsdp_units
 from d9d.core.pytree import tree_leaves, tree_map_only
 from d9d.core.types import PyTree
+from d9d.internals.broadcast import broadcast_packed
 from d9d.internals.determinism import seeded
 from d9d.internals.fsdp_accumulation import FsdpAccumulation
 from d9d_lightning.gradients.loss_weights import LossWeights, merge_training_outputs
@@ -30,7 +31,6 @@ from d9d_lightning.pipeline.call import CapturedCall, own_containers, unchanged_
 from d9d_lightning.pipeline.cut import Pipeline
 from d9d_lightning.pipeline.gradients import PipelineGradients
 from d9d_lightning.pipeline.output_exchange import OutputExchange
-from d9d_lightning.placements.parallelize import broadcast_packed
 from d9d_lightning.steps.microbatches import Microbatch, merge_outputs, split_batch
 
 __all__ = ["PipelineSteps", "StepArguments"]

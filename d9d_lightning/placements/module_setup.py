@@ -12,10 +12,11 @@ from torch.distributed.tensor import DTensor
 from torchmetrics import Metric
 
 from d9d.core.dist_context import DENSE_DOMAIN, DistributedContext
+from d9d.internals.broadcast import broadcast_packed
 from d9d.internals.materialize import materialize_module
 from d9d_lightning.pipeline.cut import Pipeline, PipelineOptions, cut_module, pipeline_of
 from d9d_lightning.placements.fsdp_steps import show_module_shards
-from d9d_lightning.placements.parallelize import broadcast_packed, broadcast_values, parallelize_module
+from d9d_lightning.placements.parallelize import broadcast_values, parallelize_module
 from d9d_lightning.placements.plan import ParallelPlan, resolve_plan
 
 
@@ -112,9 +113,9 @@ def _sync_batch_norms(module: LightningModule, layer_sync: LayerSync, context: D
         layer_sync.apply(module)
 
 
-def is_on_meta(module: nn.Module) -> bool:
+def is_on_meta(module: nn.Module | None) -> bool:
     """Tell whether any parameter has no memory yet."""
-    return any(parameter.is_meta for parameter in module.parameters())
+    return module is not None and any(parameter.is_meta for parameter in module.parameters())
 
 
 class ModelBuffers:

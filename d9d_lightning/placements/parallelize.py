@@ -289,18 +289,3 @@ def broadcast_values(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> N
         work.wait()
         if flat.data_ptr() != tensor.data_ptr():
             tensor.copy_(flat)
-
-
-@torch.no_grad()
-def broadcast_packed(tensors: list[torch.Tensor], group: dist.ProcessGroup, source: int = 0) -> None:
-    """Do what `broadcast_values` does with one collective per dtype, for many small tensors, from any rank of the group."""
-    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
-    for tensor in tensors:
-        if not isinstance(tensor, DTensor):
-            by_dtype.setdefault(tensor.dtype, []).append(tensor)
-    for members in by_dtype.values():
-        packed = torch.cat([tensor.reshape(-1) for tensor in members])
-        dist.broadcast(packed, group=group, group_src=source)
-        parts = packed.split([tensor.numel() for tensor in members])
-        for part, tensor in zip(parts, members, strict=True):
-            tensor.copy_(part.view_as(tensor))

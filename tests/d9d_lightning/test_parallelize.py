@@ -415,6 +415,16 @@ def test_one_process_materializes_too():
     torch.testing.assert_close(module.layer.weight.detach(), torch.arange(NUM_FEATURES, dtype=torch.float64))
 
 
+def test_what_a_lazy_module_lacks_is_not_hidden_by_the_end_of_the_run():
+    """It has no ``reset_parameters``, and Lightning would move it to the CPU first."""
+
+    class Unready(Lazy):
+        reset_parameters = None
+
+    with pytest.raises(TypeError, match="reset_parameters"):
+        build_single_trainer().fit(Unready(), rank_loader(make_samples(BATCH), BATCH, 0, 1))
+
+
 def build_single_trainer():
     from d9d_lightning import D9DStrategy
 

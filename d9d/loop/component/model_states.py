@@ -11,7 +11,8 @@ from torch import nn
 from d9d.core.dist_context import REGULAR_DOMAIN, DistributedContext
 from d9d.core.dist_ops import all_gather_object
 from d9d.core.placement import local_tensor
-from d9d.internals.model_states import failing_together, huggingface_cache_root, share_buffers
+from d9d.internals.broadcast import broadcast_packed
+from d9d.internals.model_states import failing_together, huggingface_cache_root
 from d9d.internals.tied_parameters import Tie, TiedParameters, tie_parameters
 from d9d.loop.component.tracked_modules import TrackedModules
 from d9d.loop.control import InitializeModelStageResult, ModelProvider, PrepareExportModelStageContext
@@ -123,12 +124,16 @@ class ModelStageExporter:
         self._modules = modules
         self._context = dist_context
 
-    def export(self, save_dir: Path, *, shard_size_gb: float = 4.0) -> None:
+    def export(
+        self, save_dir: Path, *, shard_size_gb: float = 4.0, dtype: torch.dtype | None = None, manifest: bool = False
+    ) -> None:
         """Write the weights as one model state, whatever the mesh. All ranks must call it, and it blocks until all have.
 
         Args:
             save_dir: Folder to write into, on a file system that all ranks share.
             shard_size_gb: Largest size of a file in GB.
+            dtype: What floating point tensors are converted to; None keeps each tensor's own.
+            manifest: Whether hashes of the files are written beside them.
 
         Raises:
             NotImplementedError: If the model provider has no export; with several ranks a RuntimeError that says so.
@@ -144,15 +149,17 @@ class ModelStageExporter:
             ]
         mappers = [result.state_mapper for result in prepared]
         if context.replica_group is not None:
-            for module in modules:
-                share_buffers(module, context.replica_group)
+            # Several ranks write, and their files must not mix what each of them has counted.
+            broadcast_packed([buffer for module in modules for buffer in module.buffers()], context.replica_group)
         if not context.mesh_params.has_pipeline_parallel:
             [mapper], [module] = mappers, modules
-            save_model_state(save_dir, mapper, module, shard_size_gb)
+            save_model_state(save_dir, mapper, module, shard_size_gb, dtype=dtype, manifest=manifest)
             return
         parts = ModelStateMapperParallel(self._without_further_copies(mappers))
         mesh = context.mesh_for(REGULAR_DOMAIN)
-        save_model_state_pipeline_parallel(save_dir, parts, mesh, "pp", modules, shard_size_gb)
+        save_model_state_pipeline_parallel(
+            save_dir, parts, mesh, "pp", modules, shard_size_gb, dtype=dtype, manifest=manifest
+        )
 
     def _without_further_copies(self, mappers: Sequence[ModelStateMapper]) -> list[ModelStateMapper]:
         """Leave out of each mapper the further copies of a tied weight that another stage writes under the same name."""

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from d9d.core.dist_context import DistributedContext
 from d9d.core.offload import DEFAULT_SLEEP_TAGS, SleepTag
 from d9d.core.parent_watch import ends_with_torchrun
@@ -168,7 +170,15 @@ class Trainer:
         """Tell whether something is given up, which it never is yet."""
         return False
 
-    def export(self, export_to: Path, load_checkpoint: bool) -> None:
+    def export(
+        self,
+        export_to: Path,
+        load_checkpoint: bool,
+        *,
+        shard_size_gb: float = 4.0,
+        dtype: torch.dtype | None = None,
+        manifest: bool = False,
+    ) -> None:
         """Write the weights as a model state, through the mapper of ``prepare_export_model_stage``.
 
         All ranks must call it, and it blocks until all have. It fails on all ranks if it fails on one.
@@ -177,6 +187,9 @@ class Trainer:
             export_to: Folder of the model state, on a file system that all ranks share.
             load_checkpoint: Whether to export the newest checkpoint of the run instead of the weights as they are now. The
                 job then is where that checkpoint was written.
+            shard_size_gb: Largest size of a file in GB (10^9 bytes), but for one that holds a single larger tensor.
+            dtype: What floating point tensors are converted to; None keeps each tensor's own.
+            manifest: Whether to write hashes of the files too, which are verified when they are loaded.
 
         Raises:
             FileNotFoundError: If there is no checkpoint.
@@ -188,4 +201,4 @@ class Trainer:
                 f"export: {job.checkpointer.save_dir} holds no checkpoint. Train with checkpointing.period_steps set, or "
                 f"export the weights as they are now (load_checkpoint=False)."
             )
-        job.exporter.export(export_to)
+        job.exporter.export(export_to, shard_size_gb=shard_size_gb, dtype=dtype, manifest=manifest)

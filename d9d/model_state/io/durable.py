@@ -3,10 +3,11 @@
 import contextlib
 import json
 import os
+import secrets
 from collections.abc import Generator
 from pathlib import Path
 
-__all__ = ["flush_directory", "naming_path", "write_json"]
+__all__ = ["flush_directory", "json_bytes", "naming_path", "write_durably"]
 
 _TEMPORARY_PREFIX = ".tmp-"
 
@@ -32,12 +33,17 @@ def flush_directory(directory: Path) -> None:
         os.close(descriptor)
 
 
-def write_json(path: Path, value: object) -> None:
-    """Write a JSON file that is there in full or not at all, in place of an older one. Returns when it is on disk."""
-    temporary = path.with_name(_TEMPORARY_PREFIX + path.name)
-    with naming_path(temporary), temporary.open("w", encoding="utf-8") as file:
-        json.dump(value, file, indent=2)
-        file.write("\n")
+def json_bytes(value: object) -> bytes:
+    """Return a value as the content of a JSON file that people can read."""
+    return json.dumps(value, indent=2).encode() + b"\n"
+
+
+def write_durably(path: Path, content: bytes) -> None:
+    """Write a file that is there in full or not at all, in place of an older one. Returns when it is on disk."""
+    # Of each write its own: two that replace one file must not write into each other's.
+    temporary = path.with_name(f"{_TEMPORARY_PREFIX}{path.name}-{secrets.token_hex(4)}")
+    with naming_path(temporary), temporary.open("xb") as file:
+        file.write(content)
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)

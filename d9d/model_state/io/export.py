@@ -7,6 +7,7 @@ have agreed to stop: an error that ended its loop would leave the others waiting
 
 import dataclasses
 import math
+import secrets
 from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -21,6 +22,7 @@ from d9d.model_state.io.export_directory import (
     remove_shards,
     temporary_name,
 )
+from d9d.model_state.io.export_lock import DirectoryLock
 from d9d.model_state.io.manifest import file_digest
 from d9d.model_state.io.participants import Participants
 from d9d.model_state.io.shard_file import (
@@ -72,11 +74,17 @@ class ExportOptions:
                     f"torch.float32, ..., or None to store each tensor as it is."
                 )
             check_writable_dtype(self.dtype, "the option dtype")
+            if torch.finfo(self.dtype).min > 0:
+                raise ValueError(
+                    f"dtype is {self.dtype}, which has no negative numbers, so weights cannot be stored as it."
+                )
 
 
 @final
 class Export:
-    """One rank's part of an export. All participants create it, write what is theirs, and call `finish`.
+    """One rank's part of an export. All participants create it, write what is theirs, and call `finish`, or `abort`.
+
+    Until then, no other export can write to the directory.
 
     Args:
         directory: Where the model state goes. Older weights there are replaced when the new ones are complete.
@@ -87,7 +95,7 @@ class Export:
 
     Raises:
         ValueError: An option makes no sense; on all ranks.
-        OSError: The directory cannot be used; on all ranks.
+        OSError: The directory cannot be used, or another export into it is in progress; on all ranks.
     """
 
     def __init__(
@@ -102,11 +110,18 @@ class Export:
         self._directory = directory
         self._participants = participants
         self._error: Exception | None = None
-        with participants.failing_together():
-            options.check()
-            if participants.rank == 0:
-                prepare_directory(directory)
-        shards = _Shards(directory, participants.rank, options, output_names)
+        self._lock: DirectoryLock | None = None
+        try:
+            with participants.failing_together():
+                options.check()
+                if participants.rank == 0:
+                    self._lock = prepare_directory(directory)
+            # Of the first rank.
+            token = participants.gather(secrets.token_hex(8))[0]
+        except BaseException:
+            self._unlock()
+            raise
+        shards = _Shards(directory, participants.rank, token, options, output_names)
         self._shards = _BackgroundShards(shards, options.dtype) if in_background else shards
 
     @property
@@ -154,19 +169,31 @@ class Export:
             with self._participants.failing_together():
                 if self._participants.rank == 0:
                     publish(self._directory, [shard for shards in by_rank for shard in shards])
-        except Exception:
-            self._shards.abort()
-            remove_shards(self._directory, written)
+                # Before any rank goes on, to export into the directory again.
+                self._unlock()
+        except BaseException:
+            self.abort()
             raise
+
+    def abort(self) -> None:
+        """Give up on this rank: remove what it has written. No communication, so the others are not told."""
+        self._shards.abort()
+        self._unlock()
+
+    def _unlock(self) -> None:
+        if self._lock is not None:
+            self._lock.release()
 
 
 @final
 class _Shards:
     """Files of this rank, of which one is being written."""
 
-    def __init__(self, directory: Path, rank: int, options: ExportOptions, output_names: Iterable[str]) -> None:
+    def __init__(
+        self, directory: Path, rank: int, token: str, options: ExportOptions, output_names: Iterable[str]
+    ) -> None:
         self._directory = directory
-        self._rank = rank
+        self._rank, self._token = rank, token
         self._options = options
         self._entry_bytes = sum(expected_entry_bytes(name) for name in output_names)
         self._names: set[str] = set()
@@ -205,7 +232,7 @@ class _Shards:
         # Which of the remaining tensors the file will hold is not known. Room for all of them would be a waste in the
         # first of many small files, so it is limited; once it is used up, the next file begins.
         limit = min(max(_MIN_HEADER_LIMIT_BYTES, self._options.shard_bytes // 64), _MAX_HEADER_LIMIT_BYTES)
-        name = temporary_name(self._rank, len(self._written))
+        name = temporary_name(self._rank, len(self._written), self._token)
         self._sizes = {}
         self._file = ShardFile(self._directory / name, min(self._entry_bytes, limit) + HEADER_FRAME_BYTES)
         return self._file
@@ -213,7 +240,9 @@ class _Shards:
     def _close_file(self, file: ShardFile) -> None:
         file.close()
         digest = file_digest(file.path) if self._options.manifest else None
-        self._written.append(WrittenShard(name=file.path.name, tensors=self._sizes, digest=digest))
+        self._written.append(
+            WrittenShard(name=file.path.name, num_bytes=file.num_file_bytes, tensors=self._sizes, digest=digest)
+        )
         self._file = None
 
 

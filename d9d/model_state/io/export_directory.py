@@ -5,22 +5,32 @@ Shards are written under temporary names, while an older export stays as it is. 
 file and the manifest of the older one go; the shards get their names; the index comes last. So at any time there is
 either the older export, or the new one, or no index and no single file: then nothing there is taken for complete. A
 single file is complete by its name alone, and takes the place of an older one at once.
+
+All temporary names have something random in them, and a lock keeps other exports out meanwhile, see
+[Note: exports that were killed]: so the shards that get their names are those that this export has written.
 """
 
 import contextlib
 import dataclasses
+import hashlib
+import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from d9d.model_state.io.durable import flush_directory, write_json
+from d9d.model_state.io.durable import flush_directory, json_bytes, write_durably
+from d9d.model_state.io.export_lock import DirectoryLock
 from d9d.model_state.io.files import INDEX_NAME, SINGLE_NAME
 from d9d.model_state.io.manifest import MANIFEST_NAME, write_manifest
 
 __all__ = ["WrittenShard", "prepare_directory", "publish", "remove_shards", "temporary_name"]
 
 _SHARD_NAME = re.compile(r"model-\d{5,}-of-\d{5,}\.safetensors")
-_TEMPORARY_NAME = re.compile(r"\.tmp-rank\d+-shard-\d+\.safetensors|\.tmp-model\.(safetensors\.index|sha256)\.json")
+_TEMPORARY_NAME = re.compile(
+    r"\.tmp-rank\d+-shard-\d+(-[0-9a-f]+)?\.safetensors|\.tmp-model\.(safetensors\.index|sha256)\.json(-[0-9a-f]+)?"
+)
+
+_NUM_LISTED = 10
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,31 +39,44 @@ class WrittenShard:
 
     Attributes:
         name: The temporary name.
+        num_bytes: Size of the file.
         tensors: Size in bytes of each tensor in it, by name.
         digest: Hexadecimal SHA-256 digest of the file; None if no manifest is asked for.
     """
 
     name: str
+    num_bytes: int
     tensors: Mapping[str, int]
     digest: str | None
 
 
-def temporary_name(rank: int, index: int) -> str:
+def temporary_name(rank: int, index: int, token: str) -> str:
     """Return what a shard is called while it is written.
 
     Args:
         rank: Rank that writes it, among those that export together.
         index: Counts the shards of the rank from 0.
+        token: Hexadecimal digits that no other export has.
     """
-    return f".tmp-rank{rank}-shard-{index}.safetensors"
+    return f".tmp-rank{rank}-shard-{index}-{token}.safetensors"
 
 
-def prepare_directory(directory: Path) -> None:
-    """Create the directory of an export, and remove what a stopped one has left there. For one rank only."""
+def prepare_directory(directory: Path) -> DirectoryLock:
+    """Create the directory of an export, lock it, and remove what a stopped one has left there. For one rank only.
+
+    Raises:
+        OSError: Another export into the directory is in progress, or it cannot be used.
+    """
     directory.mkdir(parents=True, exist_ok=True)
-    for path in directory.iterdir():
-        if _TEMPORARY_NAME.fullmatch(path.name):
-            path.unlink()
+    lock = DirectoryLock(directory)
+    try:
+        for path in directory.iterdir():
+            if _TEMPORARY_NAME.fullmatch(path.name):
+                path.unlink(missing_ok=True)
+    except BaseException:
+        lock.release()
+        raise
+    return lock
 
 
 def remove_shards(directory: Path, shards: Sequence[WrittenShard]) -> None:
@@ -69,26 +92,29 @@ def publish(directory: Path, shards: Sequence[WrittenShard]) -> None:
     See [Note: what a stopped export leaves].
 
     Args:
-        directory: Where the shards are.
+        directory: Where the shards are. It is locked.
         shards: All of them, in the order of their final numbers; at least one.
 
     Raises:
-        OSError: Naming the path.
+        OSError: Naming the path, also of a shard that is not there as it was written.
     """
-    _check_visible(directory, shards)
+    _check_written(directory, shards)
     names = _final_names(len(shards))
     is_single = len(shards) == 1
     for name in [INDEX_NAME, MANIFEST_NAME] if is_single else [INDEX_NAME, SINGLE_NAME, MANIFEST_NAME]:
         (directory / name).unlink(missing_ok=True)
     flush_directory(directory)
     digests = {name: shard.digest for name, shard in zip(names, shards, strict=True) if shard.digest is not None}
+    index = json_bytes(_index(names, shards))
     if digests:
+        if not is_single:
+            digests[INDEX_NAME] = hashlib.sha256(index).hexdigest()
         write_manifest(directory, digests)
     for name, shard in zip(names, shards, strict=True):
         (directory / shard.name).replace(directory / name)
     flush_directory(directory)
     if not is_single:
-        write_json(directory / INDEX_NAME, _index(names, shards))
+        write_durably(directory / INDEX_NAME, index)
     for path in directory.iterdir():
         if _SHARD_NAME.fullmatch(path.name) and path.name not in names:
             path.unlink()
@@ -107,10 +133,21 @@ def _index(names: Sequence[str], shards: Sequence[WrittenShard]) -> dict[str, ob
     return {"metadata": {"total_size": total_size}, "weight_map": dict(sorted(weight_map.items()))}
 
 
-def _check_visible(directory: Path, shards: Sequence[WrittenShard]) -> None:
-    missing = [shard.name for shard in shards if not (directory / shard.name).is_file()]
-    if missing:
+def _check_written(directory: Path, shards: Sequence[WrittenShard]) -> None:
+    wrong: list[str] = []
+    for shard in shards:
+        try:
+            # Opened, as a network file system need not know before how long a file of another machine is.
+            with (directory / shard.name).open("rb") as file:
+                num_bytes = os.fstat(file.fileno()).st_size
+        except FileNotFoundError:
+            wrong.append(f"{shard.name} is not there")
+            continue
+        if num_bytes != shard.num_bytes:
+            wrong.append(f"{shard.name} has {num_bytes} bytes, of {shard.num_bytes}")
+    if wrong:
         raise FileNotFoundError(
-            f"{len(missing)} of {len(shards)} shards that the ranks wrote to {directory} are not there, as seen from the "
-            f"first rank: {', '.join(missing[:10])}. All ranks must write to one file system that they share."
+            f"{len(wrong)} of {len(shards)} shards that the ranks wrote to {directory} are not as they were written, as "
+            f"seen from the first rank: {'; '.join(wrong[:_NUM_LISTED])}. All ranks must write to one file system that they "
+            f"share, and nothing else may remove files there meanwhile."
         )

@@ -118,7 +118,8 @@ def _main_file(src: Path, allow_bin: bool, problems: list[str]) -> str | None:
     leftovers = [name for name in found if name.startswith(".")]
     found = [name for name in found if not name.startswith(".")]
     shards = [name for name in found if (match := _SHARD.search(name)) and int(match[2]) != 1]
-    if len(found) == 1 and not shards:
+    # Beside what a stopped export has left, another file is not what was exported there.
+    if len(found) == 1 and not shards and not leftovers:
         return found[0]
     if not found and not leftovers:
         for name in (_BIN_INDEX_NAME, _BIN_SINGLE_NAME):
@@ -130,10 +131,11 @@ def _main_file(src: Path, allow_bin: bool, problems: list[str]) -> str | None:
 
 def _nothing_usable(src: Path, found: list[str], leftovers: list[str], shards: list[str]) -> str:
     if shards or leftovers:
-        reason = "a download or an export that was stopped" if shards else "an export that was stopped"
+        reason = "an export that was stopped" if leftovers else "a download or an export that was stopped"
+        instead = " Or give the path of the file that you mean." if found and not shards else ""
         return (
             f"{src} holds shards of a model state, but no {INDEX_NAME}: {listed([*found, *leftovers])}. It is not "
-            f"complete, as after {reason}: fetch or export it again."
+            f"complete, as after {reason}: fetch or export it again.{instead}"
         )
     if found:
         return (

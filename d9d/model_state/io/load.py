@@ -1,16 +1,23 @@
 """Fill a model from a model state: each rank reads what its shards are made of, straight into their memory.
 
 [Note: all or nothing]
-Everything that can be known without the data of the model state is checked first, in one error. Then come the groups whose
-mappers look at values: they are run once in advance. Only then is the model written to. What can fail afterwards is reading
-itself; the model then holds a mixture, and the error says so.
+Everything that can be known without the data of the model state is checked first, in one error. Then comes what depends on
+values: mappers that look at them, tied parameters, and conversions to dtypes of a much narrower range are tried in advance,
+for which these tensors are read twice. Only then is the model written to. What can fail afterwards is reading itself, and the
+check of [Note: ranges of dtypes]; the model then holds a mixture, and the error says so.
+
+[Note: ranges of dtypes]
+What is finite must not become infinite in the dtype of the model. For float16 that is found in advance. bfloat16 ends half a
+percent below float32; next to nothing lies in between but the lowest number that float32 has, as in masks. It is not worth
+reading everything twice, so it is found when it is there.
 """
 
 import contextlib
 import dataclasses
+import itertools
 import math
 import operator
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, NoReturn
 
@@ -22,9 +29,11 @@ from tqdm import tqdm
 
 from d9d.core.placement import local_tensor
 from d9d.model_state.io.boxes import local_boxes
-from d9d.model_state.io.load_plan import LoadPlan, PlannedGroup, check_output, plan_load, trace_group
+from d9d.model_state.io.load_plan import LoadPlan, PlannedGroup, check_output, plan_load
 from d9d.model_state.io.participants import Participants
-from d9d.model_state.io.reader import apply_group, progress_bar, read_inputs
+from d9d.model_state.io.problems import raise_problems
+from d9d.model_state.io.progress import progress_bar
+from d9d.model_state.io.reader import apply_group, read_inputs
 from d9d.model_state.io.source import ModelStateSource, open_model_state
 from d9d.model_state.mapper.base import ModelStateMapper
 from d9d.model_state.mapper.pieces import Box, TensorPieces
@@ -55,8 +64,12 @@ def load_model_state(
     """Fill all parameters and persistent buffers of a model.
 
     Of a `DTensor`, only the shard of this rank is read, where the mapper can tell what it is made of
-    (`ModelStateMapper.trace`); other mappers run on whole inputs. Values are converted between floating-point dtypes; other
-    conversions must be stated by `ModelStateMapperCast`. Gradients and ``requires_grad`` stay as they are.
+    (`ModelStateMapper.trace`); other mappers run on whole inputs. Gradients and ``requires_grad`` stay as they are, and so do
+    buffers that are not persistent: whoever builds the model computes them.
+
+    Values are converted between floating-point dtypes, and refused if one is out of the model's range; see
+    [Note: ranges of dtypes]. Other conversions must be stated by `ModelStateMapperCast`, which does as it is told: what it
+    takes out of a range becomes infinite.
 
     Without `process_group` there is no communication with the load mode "each". Otherwise all ranks of the group must call
     this, with the same model state, and fail together; blocks the host.
@@ -69,8 +82,10 @@ def load_model_state(
         show_progress: Whether to show a bar of bytes on rank 0.
         position: Line of the bar, among several.
         load_mode: "each": every rank reads. "broadcast": of ranks that hold the same shard, one reads and sends it to the
-            others, which pays off where storage is slower than the network. Plain tensors are read by every rank.
-        keep: Patterns (`fnmatch`) of names that stay as they are. Every other one must be produced by the mapper.
+            others, which pays off where storage is slower than the network. Plain tensors are read by every rank, and
+            mappers without a trace, which may communicate themselves, run on every rank.
+        keep: Patterns (`fnmatch`) of names that stay as they are; each must match one. Every other parameter, and every
+            other persistent buffer, must be produced by the mapper.
         process_group: The ranks that fail together. None: all ranks for "broadcast", this one alone for "each".
         cache_root: See `open_model_state`.
         verify: See there. Every rank compares all files.
@@ -132,11 +147,14 @@ def fill_model(
         filler.rehearse(plan.groups)
     with participants.failing_together(), _partly_loaded():
         total = sum(planned.readable.num_bytes for planned in plan.groups)
-        with progress_bar(total, "loading", *bar) as shown:
+        with progress_bar(total, "B", "loading", *bar) as shown:
             filler.fill(plan.groups, shown)
     if is_broadcast and group is not None:
+        # Other groups have run on all ranks.
+        sent = {name for planned in plan.groups if planned.foreseen.pieces is not None for name in planned.filled}
         for target in plan.targets:
-            _broadcast(target.tensor)
+            if not sent.isdisjoint(target.names):
+                _broadcast(target.tensor)
 
 
 class _Filler:
@@ -151,42 +169,70 @@ class _Filler:
         self._is_broadcast = is_broadcast
 
     def rehearse(self, groups: Sequence[PlannedGroup]) -> None:
-        """Check what only the data can tell: outputs that could not be foreseen, and whether tied ones are equal."""
+        """Check what only the data can tell: outputs that could not be foreseen, ties and ranges.
+
+        Raises:
+            ValueError: If anything of that does not fit.
+            RuntimeError: If a mapper fails.
+        """
         makers = {name: planned for planned in groups for name in planned.targets}
+        problems: list[str] = []
         for planned in groups:
-            if not planned.is_foreseen:
-                self._apply(planned)
+            problems += self._problems_of_range(planned)
             for name, other in planned.compared.items():
                 self._compare(planned, name, makers[other], other)
+        raise_problems("The model state, in the dtypes of this model,", problems)
+
+    def _problems_of_range(self, planned: PlannedGroup) -> list[str]:
+        """Report values that do not fit, and run a group to see what it makes if that could not be foreseen."""
+
+        def narrowed(outputs: "Mapping[str, TensorPieces | torch.Tensor]") -> list[str]:
+            return [
+                name
+                for name, target in planned.filled.items()
+                if name in outputs and _has_much_narrower_range(outputs[name].dtype, target.tensor.dtype)
+            ]
+
+        outputs, is_traced = planned.foreseen.outputs, planned.foreseen.pieces is not None
+        if not is_traced and (not outputs or narrowed(outputs)):
+            outputs = self._apply(planned)
+        problems: list[str] = []
+        for name in narrowed(outputs):
+            target = planned.targets[name].tensor
+            if not is_traced or self._is_read_here(target):
+                problems += _out_of_range(name, self._reader_of(outputs[name]), target)
+        return problems
 
     def fill(self, groups: Iterable[PlannedGroup], bar: "tqdm[NoReturn]") -> None:
-        """Write all targets that this rank reads."""
+        """Write all targets that this rank reads, and what mappers without a trace make."""
         for planned in groups:
-            read_here = [
-                (name, target)
-                for name, target in planned.targets.items()
-                if name not in planned.compared and self._is_read_here(target.tensor)
-            ]
-            if read_here and planned.is_traced:
-                pieces = self._trace(planned)
-                for name, target in read_here:
-                    self._fill_from_pieces(pieces[name], target.tensor)
-            elif read_here:
+            if planned.foreseen.pieces is not None:
+                for name, target in planned.filled.items():
+                    if self._is_read_here(target.tensor):
+                        self._fill_from_pieces(planned.foreseen.pieces[name], target.tensor)
+                        self._check_filled(name, planned, planned.foreseen.pieces[name])
+            elif planned.filled:
                 outputs = self._apply(planned)
-                for name, target in read_here:
-                    _copy_shard(outputs.pop(name), target.tensor)
+                for name, target in planned.filled.items():
+                    _copy_shard(outputs[name], target.tensor)
+                    self._check_filled(name, planned, outputs.pop(name))
             bar.update(planned.readable.num_bytes)
+
+    def _check_filled(self, name: str, planned: PlannedGroup, output: "TensorPieces | torch.Tensor") -> None:
+        """Raise ValueError if a target has got infinite values of finite ones. See [Note: ranges of dtypes]."""
+        tensor = planned.targets[name].tensor
+        local = local_tensor(tensor)
+        if not _has_narrower_range(output.dtype, local.dtype):
+            return
+        if all(bool(local[chunk.slices].isfinite().all()) for chunk in _chunks(Box.whole(tuple(local.shape)))):
+            return
+        raise_problems("The model state", list(_out_of_range(name, self._reader_of(output), tensor)))
 
     def _is_read_here(self, tensor: torch.Tensor) -> bool:
         if not self._is_broadcast or not isinstance(tensor, DTensor):
             return True
         coordinate = tensor.device_mesh.get_coordinate()
         return coordinate is not None and not any(coordinate[dim] for dim in _replicated_dims(tensor))
-
-    def _trace(self, planned: PlannedGroup) -> dict[str, TensorPieces]:
-        pieces = trace_group(self._mapper, planned.readable, self._source.tensors)
-        assert pieces is not None  # it has told once
-        return pieces
 
     def _fill_from_pieces(self, pieces: TensorPieces, tensor: torch.Tensor) -> None:
         local = local_tensor(tensor)
@@ -209,6 +255,9 @@ class _Filler:
             check_output(name, outputs[name], target.tensor)
         return {name: outputs[name] for name in planned.targets}
 
+    def _reader_of(self, output: "TensorPieces | torch.Tensor") -> "_PieceReader | _OutputReader":
+        return _PieceReader(output, self._source) if isinstance(output, TensorPieces) else _OutputReader(output)
+
     def _compare(self, planned: PlannedGroup, name: str, other_planned: PlannedGroup, other: str) -> None:
         """Raise ValueError if two outputs for one target differ. Reads both in full, so that all ranks find the same."""
         target = planned.targets[name].tensor
@@ -226,15 +275,15 @@ class _Filler:
                 )
 
     def _reader(self, planned: PlannedGroup, name: str) -> "_PieceReader | _OutputReader":
-        if planned.is_traced:
-            return _PieceReader(self._trace(planned)[name], self._source)
+        if planned.foreseen.pieces is not None:
+            return self._reader_of(planned.foreseen.pieces[name])
         output = self._apply(planned)[name]
         if isinstance(output, DTensor):
             raise ValueError(
                 f"{name!r} is the same parameter as another output (tied), and the mapper distributes it, so that they "
                 f"cannot be compared. Leave the distribution to load_model_state."
             )
-        return _OutputReader(output)
+        return self._reader_of(output)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -243,6 +292,14 @@ class _PieceReader:
 
     pieces: TensorPieces
     source: ModelStateSource
+
+    @property
+    def is_local(self) -> bool:
+        return False
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.pieces.dtype
 
     def __call__(self, values: torch.Tensor, box: Box) -> None:
         self.pieces.fill(values, box, self.source.read)
@@ -254,8 +311,46 @@ class _OutputReader:
 
     output: torch.Tensor
 
+    @property
+    def is_local(self) -> bool:
+        """Whether boxes are those of the local tensor."""
+        return isinstance(self.output, DTensor)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.output.dtype
+
     def __call__(self, values: torch.Tensor, box: Box) -> None:
-        values.copy_(self.output[box.slices])
+        values.copy_(local_tensor(self.output)[box.slices])
+
+
+def _has_narrower_range(source: torch.dtype, target: torch.dtype, part: float = 1) -> bool:
+    """Tell whether the largest number of a dtype is below that of another, or a part of it."""
+    if not (source.is_floating_point and target.is_floating_point):
+        return False
+    return torch.finfo(target).max < part * torch.finfo(source).max
+
+
+def _has_much_narrower_range(source: torch.dtype, target: torch.dtype) -> bool:
+    return _has_narrower_range(source, target, 0.5)
+
+
+def _out_of_range(name: str, reader: "_PieceReader | _OutputReader", target: torch.Tensor) -> Iterator[str]:
+    """Report values of an output that are finite, and are not in the dtype of its target; those of this rank's shard."""
+    lost: list[float] = []
+    parts = local_boxes(target)
+    boxes = [part.local if reader.is_local else part.box for part in parts]
+    for chunk in itertools.chain.from_iterable(_chunks(box) for box in boxes):
+        values = torch.empty(chunk.shape, dtype=reader.dtype)
+        reader(values, chunk)
+        found = values[values.isfinite() & ~values.to(target.dtype).isfinite()]
+        if found.numel():
+            lost.append(found.abs().max().item())
+    if lost:
+        yield (
+            f"{name!r} is {reader.dtype} in the model state, with values up to {max(lost):.6g}, which would become infinite in "
+            f"{target.dtype} in the model. Build the model in a dtype of a wider range, or clamp the values in a mapper."
+        )
 
 
 def _copy_shard(output: torch.Tensor, tensor: torch.Tensor) -> None:

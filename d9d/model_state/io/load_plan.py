@@ -3,46 +3,26 @@
 [Note: tied parameters]
 One parameter may have several names in ``state_dict()``, and files have it under one of them or all. It is set once, from
 the first of its names in order that the mapper produces. Groups for its other names may lack their inputs; if they do not, all
-values must be equal, which is compared before anything is written.
+values must be equal, which is compared before anything is written. Tied are names of one parameter, and of parameters that are
+the same view of the same memory; other views that overlap are refused.
 """
 
 import dataclasses
-import fnmatch
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from d9d.core.placement import local_tensor
-from d9d.model_state.io.boxes import local_boxes
+from d9d.model_state.io.model_tensors import Target, find_targets
 from d9d.model_state.io.problems import raise_problems
-from d9d.model_state.io.reader import (
-    ReadableGroup,
-    check_outputs,
-    missing_inputs,
-    missing_text,
-    order_groups,
-)
-from d9d.model_state.io.source import ModelStateSource, TensorInfo
-from d9d.model_state.mapper.base import ModelStateMapper, StateGroup
+from d9d.model_state.io.reader import Foreseen, ReadableGroup, foresee_group, missing_text, order_groups
+from d9d.model_state.io.source import ModelStateSource
+from d9d.model_state.mapper.base import ModelStateMapper, StateGroup, runnable_groups
 from d9d.model_state.mapper.names import NearestNames, listed
 from d9d.model_state.mapper.pieces import TensorPieces
 
-__all__ = ["LoadPlan", "PlannedGroup", "Target", "check_output", "plan_load", "trace_group"]
-
-
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Target:
-    """A parameter or buffer to be filled.
-
-    Attributes:
-        names: All its names in ``state_dict()``.
-        tensor: The parameter or buffer itself.
-    """
-
-    names: tuple[str, ...]
-    tensor: torch.Tensor
+__all__ = ["LoadPlan", "PlannedGroup", "check_output", "plan_load"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -51,17 +31,20 @@ class PlannedGroup:
 
     Attributes:
         readable: The group and the inputs that are there.
-        is_traced: Whether the mapper can tell what outputs are made of; if not, it is run on whole inputs.
-        is_foreseen: Whether the shapes and dtypes of the outputs are known, and fit.
+        foreseen: What the outputs will be; where it is known, it fits.
         targets: What the outputs are for; those for nothing are left out.
         compared: Outputs that fill nothing, as another one fills the same target, and the name of that one.
     """
 
     readable: ReadableGroup
-    is_traced: bool
-    is_foreseen: bool
+    foreseen: Foreseen
     targets: Mapping[str, Target]
     compared: Mapping[str, str]
+
+    @property
+    def filled(self) -> dict[str, Target]:
+        """The targets that are set from this group, by the names of its outputs."""
+        return {name: target for name, target in self.targets.items() if name not in self.compared}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -88,10 +71,9 @@ def plan_load(
         ValueError: With everything that does not fit.
     """
     problems: list[str] = []
-    targets, kept = _find_targets(model, keep, problems)
-    groups = mapper.state_dependency_groups()
-    producers = _check_outputs_against(targets, groups, problems)
-    missing = missing_inputs(groups, source.tensors, mapper.optional_inputs())
+    targets, kept = find_targets(model, keep, problems)
+    producers = _check_outputs_against(targets, mapper.state_dependency_groups(), problems)
+    _, missing = runnable_groups(mapper, source.tensors)
     available = {name for name, group in producers.items() if group not in missing and name not in kept}
     chosen = _choose(targets, kept, available, set(producers), problems)
     _report_missing(missing, targets, kept, chosen, source, problems)
@@ -99,79 +81,18 @@ def plan_load(
     planned: list[PlannedGroup] = []
     for readable in order_groups(wanted, source.tensors):
         names = [name for name in sorted(readable.group.outputs) if name in available]
-        is_traced, specs = _predict(mapper, readable, source.tensors, problems)
+        try:
+            foreseen = foresee_group(mapper, readable, source.tensors)
+        except ValueError as error:
+            problems.append(str(error))
+            continue
         for name in names:
-            if name in specs:
-                problems.extend(_misfit(name, specs[name], targets[name].tensor))
+            if name in foreseen.outputs:
+                problems.extend(_misfit(name, foreseen.outputs[name], targets[name].tensor))
         compared = {name: chosen[targets[name]] for name in names if chosen[targets[name]] != name}
-        planned.append(
-            PlannedGroup(readable, is_traced, bool(specs), {name: targets[name] for name in names}, compared)
-        )
+        planned.append(PlannedGroup(readable, foreseen, {name: targets[name] for name in names}, compared))
     raise_problems(what, problems)
     return LoadPlan(planned, sorted(chosen, key=lambda target: target.names))
-
-
-def _find_targets(
-    model: nn.Module, keep: Sequence[str], problems: list[str]
-) -> tuple[dict[str, Target], frozenset[str]]:
-    """Return the parameters and persistent buffers by name, where tied names have one target, and the names to keep."""
-    # Hooks of FSDP run here, after which the parameters are the sharded ones.
-    state: dict[str, object] = model.state_dict(keep_vars=True)
-    owned = {id(tensor) for tensor in model.parameters()} | {id(tensor) for tensor in model.buffers()}
-    tensors = {name: tensor for name, tensor in state.items() if isinstance(tensor, torch.Tensor)}
-    kept = frozenset(name for name in tensors if any(fnmatch.fnmatchcase(name, pattern) for pattern in keep))
-    problems.extend(_unfillable(tensors, kept, owned))
-    names_by_memory: dict[object, list[str]] = {}
-    for name, tensor in tensors.items():
-        names_by_memory.setdefault(_memory_of(tensor), []).append(name)
-    targets: dict[str, Target] = {}
-    for names in names_by_memory.values():
-        tensor = tensors[names[0]]
-        if isinstance(tensor, DTensor) and not kept.issuperset(names):
-            try:
-                local_boxes(tensor)
-            except NotImplementedError as error:
-                problems.append(f"{listed(names)} cannot be filled: {error}")
-        targets.update(dict.fromkeys(names, Target(tuple(sorted(names)), tensor)))
-    return targets, kept
-
-
-def _unfillable(tensors: Mapping[str, torch.Tensor], kept: Collection[str], owned: Collection[int]) -> list[str]:
-    """Report tensors of ``state_dict()`` that nothing can be written to."""
-    problems: list[str] = []
-    unallocated = [name for name, tensor in tensors.items() if local_tensor(tensor).is_meta]
-    computed = [name for name, tensor in tensors.items() if id(tensor) not in owned and name not in kept]
-    repeated = [name for name, tensor in tensors.items() if _repeats_itself(local_tensor(tensor)) and name not in kept]
-    if unallocated:
-        problems.append(
-            f"{len(unallocated)} parameters or buffers of the model are on the meta device, without memory: "
-            f"{listed(unallocated)}. Materialize the model first, as by model.to_empty(device=...)."
-        )
-    if computed:
-        problems.append(
-            f"state_dict() of the model computes {listed(computed)} instead of giving its parameters and buffers, so "
-            f"that they cannot be filled; name them in `keep`, or load before what computes them is added."
-        )
-    if repeated:
-        problems.append(
-            f"Elements of {listed(repeated)} share memory with one another, as after expand(), so that they cannot be "
-            f"set one by one. Register a clone() of the tensor, or name it in `keep`."
-        )
-    return problems
-
-
-def _memory_of(tensor: torch.Tensor) -> object:
-    """Return what tied tensors have in common: they are one object, or at least one piece of memory."""
-    local = local_tensor(tensor)
-    if local.is_meta or local.numel() == 0:
-        return id(tensor)
-    return local.device, local.data_ptr(), local.dtype, tuple(local.shape), local.stride()
-
-
-def _repeats_itself(tensor: torch.Tensor) -> bool:
-    return tensor.numel() > 0 and any(
-        stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
-    )
 
 
 def _check_outputs_against(
@@ -247,39 +168,6 @@ def _report_missing(
             lacking.update(names)
     if lacking:
         problems.append(f"The model state lacks what the mapper reads: {missing_text(lacking, source.tensors)}")
-
-
-def trace_group(
-    mapper: ModelStateMapper, readable: ReadableGroup, tensors: Mapping[str, TensorInfo]
-) -> dict[str, TensorPieces] | None:
-    """Return the pieces that the outputs of a group are made of, if the mapper can tell."""
-    infos = (tensors[name] for name in readable.inputs)
-    return mapper.trace({info.name: TensorPieces.whole(info.name, info.shape, info.dtype) for info in infos})
-
-
-def _predict(
-    mapper: ModelStateMapper, readable: ReadableGroup, tensors: Mapping[str, TensorInfo], problems: list[str]
-) -> "tuple[bool, Mapping[str, TensorPieces | torch.Tensor]]":
-    """Find out what a group makes of its inputs, without their data.
-
-    Returns:
-        Whether the mapper can tell what outputs are made of; and pieces, or tensors without data, as far as they are known.
-    """
-    try:
-        pieces = trace_group(mapper, readable, tensors)
-        if pieces is not None:
-            check_outputs(mapper, readable.group, pieces)
-            return True, pieces
-        infos = (tensors[name] for name in readable.inputs)
-        outputs = mapper.apply({info.name: torch.empty(info.shape, dtype=info.dtype, device="meta") for info in infos})
-        check_outputs(mapper, readable.group, outputs)
-    except (ValueError, IndexError) as error:
-        problems.append(f"{listed(readable.inputs)} cannot be mapped to {listed(readable.group.outputs)}: {error}")
-        return False, {}
-    except RuntimeError:
-        # Mappers may look at values, which tensors without data do not have. Running the group tells what is wrong.
-        return False, {}
-    return False, outputs
 
 
 def check_output(name: str, output: torch.Tensor, target: torch.Tensor) -> None:

@@ -5,7 +5,8 @@ import json
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
-from d9d.model_state.io.durable import write_json
+from d9d.model_state.io.durable import json_bytes, write_durably
+from d9d.model_state.io.files import INDEX_NAME
 
 __all__ = ["MANIFEST_NAME", "file_digest", "verify_manifest", "write_manifest"]
 
@@ -29,15 +30,17 @@ def write_manifest(directory: Path, digests: Mapping[str, str]) -> None:
         directory: Where the files are.
         digests: Hexadecimal SHA-256 digests by file name.
     """
-    write_json(directory / MANIFEST_NAME, dict(sorted(digests.items())))
+    write_durably(directory / MANIFEST_NAME, json_bytes(dict(sorted(digests.items()))))
 
 
 def verify_manifest(directory: Path, files: Collection[str]) -> None:
     """Compare files with the manifest beside them; without a manifest, do nothing. Reads all of the files.
 
+    The index, which says where each tensor is, is compared too, where there is one that the manifest knows.
+
     Args:
         directory: Where the manifest is.
-        files: Names relative to the directory.
+        files: Names of files of tensors, relative to the directory.
 
     Raises:
         ValueError: Naming all files that are not what the manifest says, or that it does not know, and the reason.
@@ -46,6 +49,8 @@ def verify_manifest(directory: Path, files: Collection[str]) -> None:
     if not path.is_file():
         return
     digests = _read_manifest(path)
+    if INDEX_NAME in digests and (directory / INDEX_NAME).is_file():
+        files = {*files, INDEX_NAME}
     problems: list[str] = []
     for name in sorted(files):
         expected = digests.get(name)

@@ -13,22 +13,23 @@ from pathlib import Path
 from typing import NoReturn
 
 import torch
-import torch.distributed as dist
 from tqdm import tqdm
 
 from d9d.core.placement import local_tensor
+from d9d.model_state.io.progress import progress_bar
 from d9d.model_state.io.source import ModelStateSource, TensorInfo, open_model_state
-from d9d.model_state.mapper.base import ModelStateMapper, StateGroup
+from d9d.model_state.mapper.base import ModelStateMapper, StateGroup, runnable_groups
 from d9d.model_state.mapper.names import NearestNames, listed
+from d9d.model_state.mapper.pieces import TensorPieces
+from d9d.model_state.mapper_reference import describe_with_place
 
 __all__ = [
+    "Foreseen",
     "ReadableGroup",
     "apply_group",
-    "check_outputs",
-    "missing_inputs",
+    "foresee_group",
     "missing_text",
     "order_groups",
-    "progress_bar",
     "read_inputs",
     "read_model_state",
     "stream_groups",
@@ -48,6 +49,19 @@ class ReadableGroup:
     group: StateGroup
     inputs: tuple[str, ...]
     num_bytes: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Foreseen:
+    """What a group makes of its inputs, as far as that shows without their data.
+
+    Attributes:
+        outputs: By name, what has the shapes and dtypes of the outputs; nothing if the mapper looks at values.
+        pieces: What the outputs are made of; None if the mapper cannot tell, and must be run on whole inputs.
+    """
+
+    outputs: "Mapping[str, TensorPieces | torch.Tensor]"
+    pieces: Mapping[str, TensorPieces] | None
 
 
 def read_model_state(
@@ -84,33 +98,16 @@ def read_model_state(
         ValueError: If the model state is broken, or lacks tensors that the mapper needs.
     """
     source = open_model_state(src_dir, cache_root=cache_root, verify=verify, allow_bin=allow_bin)
-    groups = mapper.state_dependency_groups()
-    if missing := missing_inputs(groups, source.tensors, mapper.optional_inputs()):
-        names = {name for names in missing.values() for name in names}
+    groups, lacking = runnable_groups(mapper, source.tensors)
+    if lacking:
+        names = {name for names in lacking.values() for name in names}
         source.close()
         raise ValueError(
             f"The model state in {src_dir} lacks what the mapper reads: {missing_text(names, source.tensors)}"
         )
-    # What is dropped need not be read.
-    ordered = order_groups((group for group in groups if group.outputs), source.tensors)
-    bar = progress_bar(sum(group.num_bytes for group in ordered), "reading", show_progress, position)
+    ordered = order_groups(groups, source.tensors)
+    bar = progress_bar(sum(group.num_bytes for group in ordered), "B", "reading", show_progress, position)
     return stream_groups(source, mapper, ordered, torch.device(device), bar)
-
-
-def missing_inputs(
-    groups: Iterable[StateGroup], tensors: Mapping[str, TensorInfo], optional: Collection[str]
-) -> dict[StateGroup, list[str]]:
-    """Return the groups that cannot be run, with the inputs that they cannot do without and the source does not have."""
-    missing: dict[StateGroup, list[str]] = {}
-    for group in groups:
-        absent = [name for name in group.inputs if name not in tensors]
-        names = [name for name in absent if name not in optional]
-        if not names and absent and len(absent) == len(group.inputs) and group.outputs:
-            # Of nothing, nothing can be made.
-            names = absent
-        if names:
-            missing[group] = names
-    return missing
 
 
 def missing_text(names: Collection[str], tensors: Collection[str]) -> str:
@@ -145,30 +142,59 @@ def apply_group(
     """Return what a mapper makes of the inputs of a group.
 
     Raises:
-        ValueError: If that is something else than the outputs that it has declared.
+        ValueError: If the mapper refuses them, or returns something else than the outputs that it has declared.
+        RuntimeError: If it fails otherwise. Both name the group.
     """
-    outputs = mapper.apply(inputs)
-    check_outputs(mapper, group, outputs)
+    try:
+        outputs = mapper.apply(inputs)
+    except ValueError as error:
+        raise ValueError(_failure(group, error)) from error
+    except Exception as error:
+        raise RuntimeError(_failure(group, error)) from error
+    _check_outputs(mapper, group, outputs)
     return outputs
 
 
-def check_outputs(mapper: ModelStateMapper, group: StateGroup, outputs: Collection[str]) -> None:
+@torch.no_grad()
+def foresee_group(mapper: ModelStateMapper, readable: ReadableGroup, tensors: Mapping[str, TensorInfo]) -> Foreseen:
+    """Find out what a group makes of its inputs, without their data.
+
+    Raises:
+        ValueError: If the mapper refuses the inputs, fails, or makes something else than it has declared. Names the group.
+    """
+    group = readable.group
+    infos = [tensors[name] for name in readable.inputs]
+    try:
+        pieces = mapper.trace({info.name: TensorPieces.whole(info.name, info.shape, info.dtype) for info in infos})
+    except Exception as error:
+        raise ValueError(_failure(group, error)) from error
+    if pieces is not None:
+        _check_outputs(mapper, group, pieces)
+        return Foreseen(pieces, pieces)
+    try:
+        outputs = mapper.apply({info.name: torch.empty(info.shape, dtype=info.dtype, device="meta") for info in infos})
+    except (RuntimeError, TypeError):
+        # Torch's own errors where a mapper looks at values, which there are none of. Running the group tells what is wrong.
+        return Foreseen({}, None)
+    except Exception as error:
+        raise ValueError(_failure(group, error)) from error
+    _check_outputs(mapper, group, outputs)
+    return Foreseen(outputs, None)
+
+
+def _failure(group: StateGroup, error: Exception) -> str:
+    # What is no refusal is a mistake in somebody's code, whose place helps.
+    reason = str(error) if isinstance(error, (ValueError, IndexError)) else describe_with_place(error)
+    return f"{listed(group.inputs)} cannot be mapped to {listed(group.outputs)}: {reason}"
+
+
+def _check_outputs(mapper: ModelStateMapper, group: StateGroup, outputs: Collection[str]) -> None:
     """Raise ValueError if a mapper has returned something else than the outputs that it has declared."""
     if frozenset(outputs) != group.outputs:
         raise ValueError(
             f"{type(mapper).__name__} returned {listed(outputs) or 'nothing'} for the group of "
             f"{listed(group.inputs)}; it has declared {listed(group.outputs) or 'nothing'}."
         )
-
-
-def progress_bar(num_bytes: int, what: str, show_progress: bool, position: int | None) -> "tqdm[NoReturn]":
-    """Return a bar of bytes, which is seen on rank 0 alone, and where there is a terminal."""
-    is_first = not dist.is_initialized() or dist.get_rank() == 0
-    # None: tqdm asks whether there is a terminal.
-    disable = None if show_progress and is_first else True
-    return tqdm(
-        total=num_bytes, desc=f"Model state, {what}", unit="B", unit_scale=True, position=position, disable=disable
-    )
 
 
 def stream_groups(

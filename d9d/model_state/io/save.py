@@ -5,6 +5,9 @@ Gathering a tensor is a collective of the ranks that share it. All ranks go thro
 and through the inputs of each sorted by name, so that they meet in the same calls. The whole tensors of a group are on
 every rank for a moment; one rank translates and writes them, the others let go.
 
+Whatever goes wrong there on one rank alone, such as running out of memory, the others wait in that call. So this rank raises
+at once, and makes no further calls, which they would take for the one they wait for.
+
 Which rank that is follows from names and sizes: there are as many writers as files are needed, so that a small model
 becomes one file, and each group goes to the writer with the fewest bytes so far.
 """
@@ -25,9 +28,10 @@ from torch.distributed.tensor import DTensor
 from d9d.core.placement import like_parameter, local_tensor
 from d9d.model_state.io.export import Export, ExportOptions
 from d9d.model_state.io.participants import Participants
+from d9d.model_state.io.progress import progress_bar
 from d9d.model_state.io.shard_file import stored_bytes
-from d9d.model_state.io.writer import ProgressOptions, check_mesh_dim
-from d9d.model_state.mapper.base import ModelStateMapper, StateGroup
+from d9d.model_state.io.writer import check_mesh_dim
+from d9d.model_state.mapper.base import ModelStateMapper, StateGroup, runnable_groups
 from d9d.model_state.mapper.names import NearestNames, listed
 
 __all__ = [
@@ -47,7 +51,10 @@ _WORDS = {1: torch.uint8, 2: torch.float16, 4: torch.int32, 8: torch.int64, 16: 
 
 @final
 class BackgroundExport:
-    """An export whose files a thread still writes. It is a model state when `wait` has returned, and nothing before."""
+    """An export whose files a thread still writes. It is a model state when `wait` has returned, and nothing before.
+
+    Until then, no other export into the directory can begin.
+    """
 
     def __init__(self, export: Export) -> None:
         self._export: Export | None = export
@@ -84,6 +91,9 @@ def save_model_state(
     processes to talk to, there is only one. To export from a single rank of a job, use `write_model_state_local` with
     ``module.state_dict().items()``.
 
+    An error on one rank is raised on all, unless it strikes while others gather a tensor with this rank, as lack of memory
+    may: it is raised here at once, and the others wait until this process ends, or for the time limit of the process group.
+
     Args:
         dest_dir: Directory of the model state, on a file system that all ranks share; it is created. Older weights in it
             are replaced once the new ones are complete, other files stay.
@@ -100,7 +110,7 @@ def save_model_state(
     Raises:
         ValueError: The module lacks inputs of the mapper, ranks have different modules, a tensor is produced twice or
             cannot be stored, an option makes no sense; on all ranks.
-        OSError: Naming the path that cannot be written; on all ranks.
+        OSError: Naming the path that cannot be written; or another export into the directory is in progress; on all ranks.
         RuntimeError: Anything else that went wrong on a rank; on all ranks.
     """
     options = ExportOptions(shard_size_gb=shard_size_gb, dtype=dtype, manifest=manifest)
@@ -138,7 +148,7 @@ def save_model_state_in_background(
 
     Raises:
         ValueError: As in `save_model_state`, as far as it is known by then; on all ranks.
-        OSError: The directory cannot be used; on all ranks.
+        OSError: The directory cannot be used, or another export into it is in progress; on all ranks.
     """
     options = ExportOptions(shard_size_gb=shard_size_gb, dtype=dtype, manifest=manifest)
     ranks = _ranks_of(process_group)
@@ -180,7 +190,7 @@ def save_model_state_pipeline_parallel(
     Raises:
         ValueError: As in `save_model_state`; or two stages have different tensors of one name, or the mesh has no such
             dimension; on all ranks.
-        OSError: Naming the path that cannot be written; on all ranks.
+        OSError: Naming the path that cannot be written; or another export into the directory is in progress; on all ranks.
         RuntimeError: Anything else that went wrong on a rank; on all ranks.
     """
     options = ExportOptions(shard_size_gb=shard_size_gb, dtype=dtype, manifest=manifest)
@@ -222,7 +232,7 @@ def save_model_state_pipeline_parallel_in_background(
 
     Raises:
         ValueError: As in `save_model_state_pipeline_parallel`, as far as it is known by then; on all ranks.
-        OSError: The directory cannot be used; on all ranks.
+        OSError: The directory cannot be used, or another export into it is in progress; on all ranks.
     """
     options = ExportOptions(shard_size_gb=shard_size_gb, dtype=dtype, manifest=manifest)
     ranks = _ranks_of_mesh(device_mesh, pipeline_dim_name)
@@ -288,17 +298,20 @@ def _save(
     _check_same_plan(plan, ranks)
     outputs = plan.outputs_of(ranks.peers.rank)
     export = Export(dest_dir, ranks.everyone, options, outputs, in_background=in_background)
-    progress = ProgressOptions(show=show_progress and ranks.everyone.rank == 0, position=position)
+    is_first = ranks.everyone.rank == 0
+    bar = progress_bar(len(plan.groups), "group", "writing", show_progress, position, is_first=is_first)
     try:
-        with progress.bar(len(plan.groups)) as bar:
+        with bar:
             for index in range(len(plan.groups)):
                 _gather_and_write(plan, index, mapper, export, ranks.peers)
                 bar.update()
                 # See [Note: a rank that cannot write].
                 if index % _GROUPS_PER_AGREEMENT == 0 and any(ranks.peers.gather(export.has_failed)):
                     break
-    except Exception as error:  # noqa: BLE001  # raised by `Export.finish`, on all ranks
-        export.fail(error)
+    except BaseException:
+        # See [Note: gathering in one order]. Errors of the mapper and of files do not come here.
+        export.abort()
+        raise
     return export
 
 
@@ -357,12 +370,13 @@ def _is_same(first: torch.Tensor, second: torch.Tensor) -> bool:
 
 
 def _plan(mapper: ModelStateMapper, state: dict[str, torch.Tensor], num_peers: int, options: ExportOptions) -> _Plan:
-    groups = sorted(mapper.state_dependency_groups(), key=lambda group: (sorted(group.inputs), sorted(group.outputs)))
+    groups, lacking = runnable_groups(mapper, state.keys())
     wanted = {name for group in groups for name in group.inputs}
-    missing = wanted - state.keys() - mapper.optional_inputs()
+    missing = {name for names in lacking.values() for name in names}
     if missing:
+        num_wanted = len({name for group in mapper.state_dependency_groups() for name in group.inputs})
         raise ValueError(
-            f"the model lacks {len(missing)} of {len(wanted)} tensors that the mapper reads: "
+            f"the model lacks {len(missing)} of {num_wanted} tensors that the mapper reads: "
             f"{NearestNames(state.keys()).described(missing)}. It has the names of model.state_dict()."
         )
     sizes = [
@@ -395,5 +409,8 @@ def _check_same_plan(plan: _Plan, ranks: _Ranks) -> None:
 
 
 def _description(name: str, tensor: torch.Tensor) -> str:
-    layout = f"over {tensor.device_mesh.shape} as {tensor.placements}" if isinstance(tensor, DTensor) else "plain"
+    layout = "plain"
+    if isinstance(tensor, DTensor):
+        # On the meta device, which one rank may have forgotten to leave, there is nothing to gather.
+        layout = f"over {tensor.device_mesh.shape} as {tensor.placements} on {tensor.device.type}"
     return f"{name} {tuple(tensor.shape)} {tensor.dtype} {layout}"

@@ -25,6 +25,7 @@ import torch
 from safetensors import deserialize
 from torch.distributed.tensor import DTensor
 
+from d9d.model_state.io.dtypes import FILE_DTYPES
 from d9d.model_state.io.durable import naming_path
 
 __all__ = [
@@ -58,27 +59,7 @@ _RESERVED_NAME = "__metadata__"
 _METADATA = {"format": "pt"}
 """Whose conventions the tensors follow. transformers refuses files without it."""
 
-_DTYPE_NAMES = {
-    torch.bool: "BOOL",
-    torch.uint8: "U8",
-    torch.uint16: "U16",
-    torch.uint32: "U32",
-    torch.uint64: "U64",
-    torch.int8: "I8",
-    torch.int16: "I16",
-    torch.int32: "I32",
-    torch.int64: "I64",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
-    torch.float8_e8m0fnu: "F8_E8M0",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float32: "F32",
-    torch.float64: "F64",
-    torch.complex64: "C64",
-}
+_DTYPE_NAMES = {dtype: name for name, dtype in FILE_DTYPES.items()}
 
 
 def expected_entry_bytes(name: str) -> int:
@@ -185,6 +166,11 @@ class ShardFile:
     def num_bytes(self) -> int:
         """Size of all tensors so far, without the header."""
         return self._offset + self._waiting_bytes
+
+    @property
+    def num_file_bytes(self) -> int:
+        """Size of the file, once it is closed."""
+        return _HEADER_LENGTH_BYTES + self._header_bytes + self.num_bytes
 
     def has_room_for(self, name: str, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> bool:
         """Tell whether a tensor fits into the header, and would be aligned. See the notes of the module."""

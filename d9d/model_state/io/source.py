@@ -18,6 +18,7 @@ from typing import Protocol, Self, cast
 import torch
 from safetensors import SafetensorError, safe_open
 
+from d9d.model_state.io.dtypes import FILE_DTYPES
 from d9d.model_state.io.files import ModelStateFiles, find_files, read_json_without_duplicates
 from d9d.model_state.io.manifest import verify_manifest
 from d9d.model_state.io.problems import raise_problems
@@ -25,28 +26,6 @@ from d9d.model_state.mapper.names import NearestNames, listed
 from d9d.model_state.mapper.pieces import Box
 
 __all__ = ["ModelStateExamination", "ModelStateSource", "TensorInfo", "examine_model_state", "open_model_state"]
-
-_DTYPES = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "U16": torch.uint16,
-    "I16": torch.int16,
-    "U32": torch.uint32,
-    "I32": torch.int32,
-    "U64": torch.uint64,
-    "I64": torch.int64,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F32": torch.float32,
-    "F64": torch.float64,
-    "C64": torch.complex64,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
-    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
-}
-"""By their names in the file format."""
 
 _MAX_HEADER_BYTES = 100_000_000
 """The library's own limit."""
@@ -276,8 +255,8 @@ def _infos(
     for name in sorted(file.keys(), key=lambda name: (starts.get(name, 0), name)):
         entry = file.get_slice(name)
         shape, dtype = tuple(entry.get_shape()), entry.get_dtype()
-        if dtype in _DTYPES:
-            infos.append(_info(name, path, shape, _DTYPES[dtype]))
+        if dtype in FILE_DTYPES:
+            infos.append(_info(name, path, shape, FILE_DTYPES[dtype]))
         else:
             unknown.setdefault(dtype, []).append(name)
     problems.extend(

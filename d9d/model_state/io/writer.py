@@ -4,41 +4,21 @@ A group of the mapper is translated and written as soon as its inputs have come,
 wait for others, one group, and what `ShardFile` says. How files are replaced: [Note: what a stopped export leaves].
 """
 
-import dataclasses
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import NoReturn, final
+from typing import final
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from tqdm import tqdm
 
 from d9d.model_state.io.export import Export, ExportOptions
 from d9d.model_state.io.participants import Participants
-from d9d.model_state.mapper.base import ModelStateMapper, StateGroup
+from d9d.model_state.io.progress import progress_bar
+from d9d.model_state.mapper.base import ModelStateMapper, StateGroup, ordered_groups, runnable_groups
 from d9d.model_state.mapper.names import NearestNames
 
 __all__ = ["write_model_state_distributed", "write_model_state_local", "write_model_state_pipeline_parallel"]
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class ProgressOptions:
-    """How progress is shown.
-
-    Attributes:
-        show: Whether this rank shows a bar.
-        position: Line of the bar, among several.
-    """
-
-    show: bool
-    position: int | None = None
-
-    def bar(self, num_groups: int) -> "tqdm[NoReturn]":
-        """Return a bar that counts groups."""
-        return tqdm(
-            total=num_groups, desc="Writing model state", unit="group", position=self.position, disable=not self.show
-        )
 
 
 def write_model_state_local(
@@ -67,10 +47,10 @@ def write_model_state_local(
     Raises:
         ValueError: Inputs are missing or come twice, an output is produced twice or cannot be stored, an option makes no
             sense.
-        OSError: Naming the path that cannot be written.
+        OSError: Naming the path that cannot be written; or another export into the directory is in progress.
     """
     options = ExportOptions(shard_size_gb=shard_size_gb, dtype=dtype, manifest=manifest)
-    _write(dest_dir, mapper, state_generator, Participants(), options, ProgressOptions(show=show_progress))
+    _write(dest_dir, mapper, state_generator, Participants(), options, show_progress)
 
 
 def write_model_state_distributed(
@@ -88,7 +68,7 @@ def write_model_state_distributed(
     """Write one model state from all ranks of a group, each of which has a part of the outputs.
 
     All ranks of the group must call it; blocks the host. An error on one rank is raised on all, unless it strikes while
-    others wait for that rank inside their generator or mapper.
+    others wait for that rank inside their generator or mapper: these wait for the time limit of the process group.
 
     Args:
         dest_dir: As in `write_model_state_local`, on a file system that all ranks share.
@@ -103,13 +83,11 @@ def write_model_state_distributed(
 
     Raises:
         ValueError: As in `write_model_state_local`, or two ranks have produced one name; on all ranks.
-        OSError: Naming the path that cannot be written; on all ranks.
+        OSError: Naming the path that cannot be written; or another export into the directory is in progress; on all ranks.
         RuntimeError: Anything else that went wrong on a rank; on all ranks.
     """
     options = ExportOptions(shard_size_gb=shard_size_gb, dtype=dtype, manifest=manifest)
-    participants = Participants([process_group])
-    progress = ProgressOptions(show=show_progress and participants.rank == 0, position=position)
-    _write(dest_dir, mapper, state_generator, participants, options, progress)
+    _write(dest_dir, mapper, state_generator, Participants([process_group]), options, show_progress, position)
 
 
 def write_model_state_pipeline_parallel(
@@ -145,15 +123,14 @@ def write_model_state_pipeline_parallel(
 
     Raises:
         ValueError: As in `write_model_state_distributed`, or the mesh has no such dimension; on all ranks.
-        OSError: Naming the path that cannot be written; on all ranks.
+        OSError: Naming the path that cannot be written; or another export into the directory is in progress; on all ranks.
         RuntimeError: Anything else that went wrong on a rank; on all ranks.
     """
     check_mesh_dim(device_mesh, pipeline_dim_name)
     options = ExportOptions(shard_size_gb=shard_size_gb, dtype=dtype, manifest=manifest)
     participants = Participants.of_mesh(device_mesh)
     is_writer = Participants.of_mesh(device_mesh, without=pipeline_dim_name).rank == 0
-    progress = ProgressOptions(show=show_progress and participants.rank == 0, position=position)
-    _write(dest_dir, mapper, state_generator, participants, options, progress, is_writer=is_writer)
+    _write(dest_dir, mapper, state_generator, participants, options, show_progress, position, is_writer=is_writer)
 
 
 def check_mesh_dim(device_mesh: DeviceMesh, name: str) -> None:
@@ -169,15 +146,18 @@ def _write(
     state_generator: Iterable[tuple[str, torch.Tensor]],
     participants: Participants,
     options: ExportOptions,
-    progress: ProgressOptions,
+    show_progress: bool,
+    position: int | None = None,
     *,
     is_writer: bool = True,
 ) -> None:
     with participants.failing_together():
         waiting = _WaitingGroups(mapper)
     export = Export(dest_dir, participants, options, waiting.output_names if is_writer else ())
+    is_first = participants.rank == 0
+    bar = progress_bar(waiting.num_groups, "group", "writing", show_progress, position, is_first=is_first)
     try:
-        with torch.no_grad(), progress.bar(waiting.num_groups) as bar:
+        with torch.no_grad(), bar:
             for group, inputs in waiting.complete(state_generator):
                 # Also on ranks that do not write, or can no longer: it may gather.
                 outputs = mapper.apply(inputs)
@@ -187,6 +167,9 @@ def _write(
                 bar.update()
     except Exception as error:  # noqa: BLE001  # raised by `finish`, on all ranks
         export.fail(error)
+    except BaseException:
+        export.abort()
+        raise
     export.finish()
 
 
@@ -195,10 +178,8 @@ class _WaitingGroups:
     """Collects inputs until a group has all of them."""
 
     def __init__(self, mapper: ModelStateMapper) -> None:
-        self._groups = sorted(
-            mapper.state_dependency_groups(), key=lambda group: (sorted(group.inputs), sorted(group.outputs))
-        )
-        self._optional = mapper.optional_inputs()
+        self._mapper = mapper
+        self._groups = ordered_groups(mapper.state_dependency_groups())
         self._group_of: dict[str, int] = {}
         for index, group in enumerate(self._groups):
             for name in group.inputs:
@@ -236,17 +217,17 @@ class _WaitingGroups:
             del tensor
             if len(self._inputs[index]) == len(self._groups[index].inputs):
                 yield self._groups[index], self._inputs.pop(index)
-        self._refuse_incomplete()
-        for index in list(self._inputs):
-            yield self._groups[index], self._inputs.pop(index)
+        yield from self._without_optional_inputs()
 
-    def _refuse_incomplete(self) -> None:
-        lacking = [
-            self._groups[index].inputs - inputs.keys() - self._optional for index, inputs in self._inputs.items()
-        ]
-        missing = {name for names in lacking for name in names}
+    def _without_optional_inputs(self) -> Iterator[tuple[StateGroup, dict[str, torch.Tensor]]]:
+        runnable, lacking = runnable_groups(self._mapper, self._seen)
+        missing = {name for names in lacking.values() for name in names}
         if missing:
             raise ValueError(
-                f"{sum(map(bool, lacking))} of {len(self._groups)} groups of the mapper did not get all inputs. Missing: "
+                f"{len(lacking)} of {len(self._groups)} groups of the mapper did not get all inputs. Missing: "
                 f"{NearestNames(self._skipped).described(missing)}. The state must have every input of the mapper."
             )
+        wanted = set(runnable)
+        for index in list(self._inputs):
+            if self._groups[index] in wanted:
+                yield self._groups[index], self._inputs.pop(index)

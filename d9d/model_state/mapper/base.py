@@ -2,13 +2,13 @@
 
 import abc
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import torch
 
 from d9d.model_state.mapper.pieces import TensorPieces
 
-__all__ = ["ModelStateMapper", "StateGroup", "check_shapes", "operation_name", "ordered_groups"]
+__all__ = ["ModelStateMapper", "StateGroup", "check_shapes", "operation_name", "ordered_groups", "runnable_groups"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -104,3 +104,33 @@ def ordered_groups(groups: Iterable[StateGroup]) -> list[StateGroup]:
     """Return groups in an order that depends on names only, and so is the same in every process."""
     # One name decides, as groups share no inputs.
     return sorted(groups, key=lambda group: min(group.inputs, default=""))
+
+
+def runnable_groups(
+    mapper: ModelStateMapper, available: Collection[str]
+) -> tuple[list[StateGroup], dict[StateGroup, list[str]]]:
+    """Sort the groups of a mapper into those that can be run on some tensors, and those that lack some.
+
+    The one rule for all who read and write. A group without outputs is never run, so what it drops need not be there. A
+    group with outputs needs all of its inputs but the optional ones, and at least one: of nothing, nothing can be made.
+
+    Args:
+        mapper: The mapper.
+        available: Names of the tensors that there are; more than the mapper reads is fine.
+
+    Returns:
+        The groups to run, in an order that depends on names only, as `ordered_groups`. And for each group that cannot be
+        run, in the same order, the names that it lacks, sorted: without optional ones, unless it has no others.
+    """
+    known, optional = frozenset(available), mapper.optional_inputs()
+    runnable: list[StateGroup] = []
+    lacking: dict[StateGroup, list[str]] = {}
+    for group in ordered_groups(mapper.state_dependency_groups()):
+        lacks = group.inputs - known - optional
+        if not lacks and group.outputs and known.isdisjoint(group.inputs):
+            lacks = group.inputs
+        if lacks:
+            lacking[group] = sorted(lacks)
+        elif group.outputs:
+            runnable.append(group)
+    return runnable, lacking

@@ -4,7 +4,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 from d9d.model_state.mapper.base import ModelStateMapper, StateGroup
-from d9d.model_state.mapper.names import NearestNames, listed
+from d9d.model_state.mapper.names import NearestNames, capped, listed
 
 __all__ = ["check_mapper", "collisions", "declared_groups", "raise_problems"]
 
@@ -64,7 +64,7 @@ def collisions(groups: Iterable[StateGroup]) -> list[str]:
     ]
     without_inputs = [_shown(group) for group in groups if not group.inputs]
     if without_inputs:
-        problems.append(f"groups that read nothing: {_capped(sorted(without_inputs))}")
+        problems.append(f"groups that read nothing: {capped(sorted(without_inputs), _MAX_SHOWN)}")
     return problems
 
 
@@ -85,7 +85,7 @@ def _several(verb: str, groups: list[StateGroup], names_of: Callable[[StateGroup
         for name in names_of(group).intersection(several):
             shown[name].append(_shown(group))
     described = [f"'{name}' ({'; '.join(sorted(own))})" for name, own in sorted(shown.items())]
-    return [f"{verb} by more than one group: {_capped(described)}"]
+    return [f"{verb} by more than one group: {capped(described, _MAX_SHOWN)}"]
 
 
 def _unknown(problem: str, names: Collection[str], known: Collection[str]) -> list[str]:
@@ -94,8 +94,3 @@ def _unknown(problem: str, names: Collection[str], known: Collection[str]) -> li
 
 def _shown(group: StateGroup) -> str:
     return f"{listed(group.inputs, _MAX_SHOWN) or 'nothing'} -> {listed(group.outputs, _MAX_SHOWN) or 'nothing'}"
-
-
-def _capped(described: Sequence[str]) -> str:
-    shown = ", ".join(described[:_MAX_SHOWN])
-    return shown if len(described) <= _MAX_SHOWN else f"{shown} and {len(described) - _MAX_SHOWN} more"

@@ -7,7 +7,7 @@ import torch
 
 from d9d.model_state.mapper.base import ModelStateMapper, StateGroup, operation_name, ordered_groups
 from d9d.model_state.mapper.check import collisions, declared_groups, raise_problems
-from d9d.model_state.mapper.names import NearestNames, listed
+from d9d.model_state.mapper.names import NearestNames, capped, listed
 from d9d.model_state.mapper.pieces import TensorPieces
 from d9d.model_state.mapper.stages import link_stages
 
@@ -21,8 +21,6 @@ __all__ = [
 ]
 
 T = TypeVar("T")
-
-_MAX_REASONS = 10
 
 
 @final
@@ -122,7 +120,7 @@ class ModelStateMapperSequential(ModelStateMapper):
                 f"{listed(group.outputs)} cannot be made again without {listed(group.inputs - known)}, which a stage drops."
                 for group in ordered_groups(half_known)
             ]
-            raise NotImplementedError(_capped(reasons))
+            raise NotImplementedError(capped(reasons, by_line=True))
         if all(group.inputs <= known for group in inverse._groups):
             return inverse
         return ModelStateMapperSelectGroups(inverse, lambda group: group.inputs <= known)
@@ -193,15 +191,25 @@ class ModelStateMapperPrefixScope(ModelStateMapper):
 class ModelStateMapperSelectGroups(ModelStateMapper):
     """Keeps some of a mapper's groups, such as those that make the parameters of one pipeline stage."""
 
-    def __init__(self, mapper: ModelStateMapper, keep: Callable[[StateGroup], bool]) -> None:
+    def __init__(
+        self,
+        mapper: ModelStateMapper,
+        keep: Callable[[StateGroup], bool],
+        *,
+        outputs: Collection[str] | None = None,
+    ) -> None:
         """Take a mapper and what to keep.
 
         Args:
             mapper: The mapper.
             keep: Tells for each group whether it stays; asked once, now.
+            outputs: Of what these groups make, only these names are kept; None keeps everything.
         """
         self._mapper = mapper
-        self._groups = frozenset(group for group in mapper.state_dependency_groups() if keep(group))
+        chosen = [group for group in mapper.state_dependency_groups() if keep(group)]
+        made = frozenset(name for group in chosen for name in group.outputs)
+        self._left_out = frozenset() if outputs is None else made.difference(outputs)
+        self._groups = frozenset(StateGroup(group.inputs, group.outputs - self._left_out) for group in chosen)
         inputs = frozenset(name for group in self._groups for name in group.inputs)
         self._optional = mapper.optional_inputs() & inputs
         self._routes = _Routes([(group, mapper) for group in self._groups], self._optional)
@@ -216,14 +224,24 @@ class ModelStateMapperSelectGroups(ModelStateMapper):
 
     def apply(self, group: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Translate a group that was kept."""
-        return self._routes.find(group.keys()).apply(group)
+        return self._kept(self._routes.find(group.keys()).apply(group))
 
     def trace(self, group: Mapping[str, TensorPieces]) -> dict[str, TensorPieces] | None:
         """Trace a group that was kept."""
-        return self._routes.find(group.keys()).trace(group)
+        traced = self._routes.find(group.keys()).trace(group)
+        return None if traced is None else self._kept(traced)
 
     def inverse(self) -> ModelStateMapper:
-        """Return the inverse, of which those groups are kept that make an input of this mapper."""
+        """Return the inverse, of which those groups are kept that make an input of this mapper.
+
+        Raises:
+            NotImplementedError: If the mapper has none, or outputs of the groups are not kept.
+        """
+        if self._left_out:
+            raise NotImplementedError(
+                f"the groups that were selected cannot be inverted without {listed(self._left_out)}, which they make and "
+                f"`outputs` does not keep."
+            )
         inputs = frozenset(name for group in self._groups for name in group.inputs)
         return ModelStateMapperSelectGroups(self._mapper.inverse(), lambda group: not group.outputs.isdisjoint(inputs))
 
@@ -231,6 +249,9 @@ class ModelStateMapperSelectGroups(ModelStateMapper):
         """Return the groups that were kept, with what they come from."""
         lines = [str(group) for group in ordered_groups(self._groups)]
         return _tree(f"{len(lines)} groups of {operation_name(self._mapper)}", lines)
+
+    def _kept(self, produced: dict[str, T]) -> dict[str, T]:
+        return {name: value for name, value in produced.items() if name not in self._left_out}
 
 
 @final
@@ -343,13 +364,8 @@ def _inverses(mappers: Iterable[ModelStateMapper]) -> list[ModelStateMapper]:
         except NotImplementedError as error:
             reasons.append(str(error))
     if reasons:
-        raise NotImplementedError(_capped(reasons))
+        raise NotImplementedError(capped(reasons, by_line=True))
     return inverses
-
-
-def _capped(reasons: Sequence[str]) -> str:
-    shown = list(reasons[:_MAX_REASONS])
-    return "\n".join(shown if len(reasons) == len(shown) else [*shown, f"and {len(reasons) - len(shown)} more"])
 
 
 def _tree(name: str, children: Sequence[str]) -> str:

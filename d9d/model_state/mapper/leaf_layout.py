@@ -1,31 +1,33 @@
-"""Mappers for what layouts differ in beyond torch's own operations: order of rows, padding, dtypes, ties."""
+"""Mappers for rows: some of them, in another order, repeated, or padded."""
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import final
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
+from d9d.core.placement import local_tensor
 from d9d.model_state.mapper.base import ModelStateMapper, StateGroup, check_shapes
-from d9d.model_state.mapper.compose import ModelStateMapperParallel
-from d9d.model_state.mapper.names import distinct
+from d9d.model_state.mapper.leaf_values import have_same_bits
 from d9d.model_state.mapper.pieces import TensorPieces
 
 __all__ = [
-    "ModelStateMapperCast",
-    "ModelStateMapperDrop",
     "ModelStateMapperInterleavedToStacked",
     "ModelStateMapperPadRows",
+    "ModelStateMapperRepeatHeads",
     "ModelStateMapperSlice",
     "ModelStateMapperStackedToInterleaved",
-    "ModelStateMapperTie",
+    "ModelStateMapperUnrepeatHeads",
     "replicated",
 ]
 
 _MAX_BLOCKS = 4096
 """Reading more blocks one by one takes longer than reading everything and taking it apart in memory."""
+
+_Block = tuple[int, int]
+"""Where rows start along a dimension, and how many there are."""
 
 
 def replicated(tensor: torch.Tensor) -> torch.Tensor:
@@ -92,29 +94,25 @@ class ModelStateMapperInterleavedToStacked(ModelStateMapper):
         Raises:
             ValueError: If a size or the number of groups is not positive.
         """
-        self._source_name, self._target_name = source_name, target_name
-        self._interleaving = _Interleaving(source_name, dim, tuple(group_sizes), num_groups)
+        self._rows = _Interleaving(source_name, target_name, dim, tuple(group_sizes), num_groups)
 
     def state_dependency_groups(self) -> frozenset[StateGroup]:
         """Return the one group of the tensor."""
-        return frozenset([StateGroup.of([self._source_name], [self._target_name])])
+        return self._rows.groups
 
     def apply(self, group: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return the stacked tensor. All ranks of a `DTensor`'s mesh must call it: it is gathered."""
-        rows = self._interleaving
-        return {self._target_name: rows.arranged(group[self._source_name], rows.stacked_blocks())}
+        return self._rows.arranged(group, self._rows.stacked_blocks())
 
     def trace(self, group: Mapping[str, TensorPieces]) -> dict[str, TensorPieces] | None:
         """Return the stacked tensor; None if it has thousands of blocks."""
-        rows = self._interleaving
-        traced = rows.traced(group[self._source_name], rows.stacked_blocks())
-        return None if traced is None else {self._target_name: traced}
+        return self._rows.traced(group, self._rows.stacked_blocks())
 
     def inverse(self) -> ModelStateMapper:
         """Return the mapper that interleaves the parts."""
-        rows = self._interleaving
+        rows = self._rows
         return ModelStateMapperStackedToInterleaved(
-            self._target_name, self._source_name, rows.dim, rows.group_sizes, rows.num_groups
+            rows.target_name, rows.source_name, rows.dim, rows.group_sizes, rows.num_groups
         )
 
 
@@ -140,29 +138,25 @@ class ModelStateMapperStackedToInterleaved(ModelStateMapper):
         Raises:
             ValueError: If a size or the number of groups is not positive.
         """
-        self._source_name, self._target_name = source_name, target_name
-        self._interleaving = _Interleaving(source_name, dim, tuple(group_sizes), num_groups)
+        self._rows = _Interleaving(source_name, target_name, dim, tuple(group_sizes), num_groups)
 
     def state_dependency_groups(self) -> frozenset[StateGroup]:
         """Return the one group of the tensor."""
-        return frozenset([StateGroup.of([self._source_name], [self._target_name])])
+        return self._rows.groups
 
     def apply(self, group: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return the interleaved tensor. All ranks of a `DTensor`'s mesh must call it: it is gathered."""
-        rows = self._interleaving
-        return {self._target_name: rows.arranged(group[self._source_name], rows.interleaved_blocks())}
+        return self._rows.arranged(group, self._rows.interleaved_blocks())
 
     def trace(self, group: Mapping[str, TensorPieces]) -> dict[str, TensorPieces] | None:
         """Return the interleaved tensor; None if it has thousands of blocks."""
-        rows = self._interleaving
-        traced = rows.traced(group[self._source_name], rows.interleaved_blocks())
-        return None if traced is None else {self._target_name: traced}
+        return self._rows.traced(group, self._rows.interleaved_blocks())
 
     def inverse(self) -> ModelStateMapper:
         """Return the mapper that stacks the parts."""
-        rows = self._interleaving
+        rows = self._rows
         return ModelStateMapperInterleavedToStacked(
-            self._target_name, self._source_name, rows.dim, rows.group_sizes, rows.num_groups
+            rows.target_name, rows.source_name, rows.dim, rows.group_sizes, rows.num_groups
         )
 
 
@@ -176,11 +170,10 @@ class ModelStateMapperPadRows(ModelStateMapper):
         Args:
             name: The tensor.
             rows: Size of its first dimension afterwards.
-            source_rows: Size before, which the inverse restores; by default what this mapper has padded.
+            source_rows: Size before, which the inverse restores; without it there is none.
         """
         self._name, self._rows = name, rows
         self._source_rows = source_rows
-        self._padded_rows: set[int] = set()
 
     def state_dependency_groups(self) -> frozenset[StateGroup]:
         """Return the one group of the tensor."""
@@ -201,153 +194,143 @@ class ModelStateMapperPadRows(ModelStateMapper):
         padded = tensor.pad(0, self._rows)
         if self._source_rows is not None and tensor.shape[0] != self._source_rows:
             raise ValueError(f"'{self._name}' has {tensor.shape[0]} rows, not {self._source_rows} as declared.")
-        self._padded_rows.add(tensor.shape[0])
         return {self._name: padded}
 
     def inverse(self) -> ModelStateMapper:
         """Return the mapper that drops the appended rows.
 
         Raises:
-            NotImplementedError: If their number was not given, and this mapper has padded nothing yet or tensors of
-                several sizes.
+            NotImplementedError: If the number of rows before was not given.
         """
-        known = self._padded_rows if self._source_rows is None else {self._source_rows}
-        if len(known) != 1:
+        if self._source_rows is None:
             raise NotImplementedError(
                 f"PadRows of '{self._name}' to {self._rows} does not know how many rows its inverse must keep: give it "
                 f"`source_rows`."
             )
-        return ModelStateMapperSlice(self._name, self._name, 0, 0, *known)
+        return ModelStateMapperSlice(self._name, self._name, 0, 0, self._source_rows)
 
 
 @final
-class ModelStateMapperCast(ModelStateMapper):
-    """Converts a tensor to a dtype."""
+class ModelStateMapperRepeatHeads(ModelStateMapper):
+    """Repeats each head of a tensor, as for key-value heads that are fewer than the ranks of tensor parallelism.
 
-    def __init__(self, name: str, dtype: torch.dtype, *, source_dtype: torch.dtype | None = None) -> None:
-        """Take the tensor and its dtypes.
+    Copies stand next to each other, as of `torch.repeat_interleave`: heads 0 and 1 become 0, 0, 1, 1.
+
+    Shapes:
+        Along the dimension, the source has ``num_heads * head_size`` rows, the target ``repeats`` times as many.
+    """
+
+    def __init__(self, source_name: str, target_name: str, dim: int, num_heads: int, repeats: int) -> None:
+        """Take the tensor and how often its heads are to be there.
 
         Args:
-            name: The tensor.
-            dtype: Its dtype afterwards.
-            source_dtype: What the inverse converts back to; without it there is none.
+            source_name: The tensor with each head once.
+            target_name: The one with all copies; may be the same name.
+            dim: The dimension that the heads are side by side along.
+            num_heads: Number of different heads.
+            repeats: How often each is to be there.
+
+        Raises:
+            ValueError: If a number is not positive.
         """
-        self._name, self._dtype, self._source_dtype = name, dtype, source_dtype
+        self._heads = _Repetition(source_name, target_name, dim, num_heads, repeats)
 
     def state_dependency_groups(self) -> frozenset[StateGroup]:
         """Return the one group of the tensor."""
-        return frozenset([StateGroup.of([self._name], [self._name])])
+        return self._heads.groups
 
     def apply(self, group: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the converted tensor."""
-        return {self._name: group[self._name].to(self._dtype)}
-
-    def trace(self, group: Mapping[str, TensorPieces]) -> dict[str, TensorPieces]:
-        """Return the converted tensor."""
-        return {self._name: group[self._name].to(self._dtype)}
-
-    def inverse(self) -> ModelStateMapper:
-        """Return the mapper that converts back.
-
-        Raises:
-            NotImplementedError: If the dtype before was not given.
-        """
-        if self._source_dtype is None:
-            raise NotImplementedError(
-                f"Cast of '{self._name}' to {self._dtype} does not know what it was before: give it `source_dtype`."
-            )
-        return ModelStateMapperCast(self._name, self._source_dtype, source_dtype=self._dtype)
-
-
-@final
-class ModelStateMapperTie(ModelStateMapper):
-    """Makes one tensor of several names for it, under one or several other names.
-
-    The first source must be there. Other ones may be missing; those that are there must be equal to it.
-    """
-
-    def __init__(self, source_names: list[str], target_names: list[str]) -> None:
-        """Take the names before and after; the first source is the one that must be there.
-
-        Raises:
-            ValueError: If names are missing or there twice.
-        """
-        self._source_names = distinct("source_names", source_names)
-        self._target_names = distinct("target_names", target_names)
-
-    def state_dependency_groups(self) -> frozenset[StateGroup]:
-        """Return the one group of the tensors."""
-        return frozenset([StateGroup.of(self._source_names, self._target_names)])
-
-    def optional_inputs(self) -> frozenset[str]:
-        """Return all sources but the first."""
-        return frozenset(self._source_names[1:])
-
-    def apply(self, group: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the one tensor under all its names.
-
-        Raises:
-            ValueError: If sources differ.
-        """
-        first_name, *other_names = self._source_names
-        first = group[first_name]
-        for name in other_names:
-            if name in group:
-                _check_equal(first_name, first, name, group[name])
-        return dict.fromkeys(self._target_names, first)
+        """Return the tensor with all copies. All ranks of a `DTensor`'s mesh must call it: it is gathered."""
+        heads = self._heads
+        source = group[heads.source_name]
+        return {heads.target_name: _arranged(source, heads.dim, heads.repeated_blocks(source.shape))}
 
     def trace(self, group: Mapping[str, TensorPieces]) -> dict[str, TensorPieces] | None:
-        """Return the one tensor under all its names; None if several must be read to see that they are equal."""
-        first_name, *other_names = self._source_names
-        if any(name in group for name in other_names):
-            return None
-        return dict.fromkeys(self._target_names, group[first_name])
+        """Return the tensor with all copies; None if there are thousands."""
+        heads = self._heads
+        source = group[heads.source_name]
+        traced = _traced(source, heads.dim, heads.repeated_blocks(source.shape))
+        return None if traced is None else {heads.target_name: traced}
 
     def inverse(self) -> ModelStateMapper:
-        """Return the mapper that writes all sources, whether or not they all were there."""
-        return ModelStateMapperTie(list(self._target_names), list(self._source_names))
+        """Return the mapper that takes one copy of each head, and refuses copies that differ."""
+        heads = self._heads
+        return ModelStateMapperUnrepeatHeads(
+            heads.target_name, heads.source_name, heads.dim, heads.num_heads, heads.repeats
+        )
 
 
 @final
-class ModelStateMapperDrop(ModelStateMapper):
-    """Leaves tensors out, whether or not they are there."""
+class ModelStateMapperUnrepeatHeads(ModelStateMapper):
+    """Takes the first copy of each head of a tensor. The others must be equal to it.
 
-    def __init__(self, names: Collection[str]) -> None:
-        """Take the tensors.
+    The inverse of `ModelStateMapperRepeatHeads`, which see.
+    """
+
+    def __init__(self, source_name: str, target_name: str, dim: int, num_heads: int, repeats: int) -> None:
+        """Take the tensor and how often its heads are there.
+
+        Args:
+            source_name: The tensor with all copies.
+            target_name: The one with each head once; may be the same name.
+            dim: The dimension that the heads are side by side along.
+            num_heads: Number of different heads.
+            repeats: How often each is there.
 
         Raises:
-            ValueError: If a name is there twice, or there are none.
+            ValueError: If a number is not positive.
         """
-        self._names = distinct("names", names)
+        self._heads = _Repetition(source_name, target_name, dim, num_heads, repeats)
 
     def state_dependency_groups(self) -> frozenset[StateGroup]:
-        """Return one group for each tensor."""
-        return frozenset(StateGroup.of([name], []) for name in self._names)
-
-    def optional_inputs(self) -> frozenset[str]:
-        """Return all the names."""
-        return frozenset(self._names)
+        """Return the one group of the tensor."""
+        return self._heads.groups
 
     def apply(self, group: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return nothing."""
-        del group
-        return {}
+        """Return each head once. All ranks of a `DTensor`'s mesh must call it: it is gathered.
 
-    def trace(self, group: Mapping[str, TensorPieces]) -> dict[str, TensorPieces]:
-        """Return nothing."""
-        del group
-        return {}
+        Raises:
+            ValueError: If copies of a head differ.
+        """
+        heads = self._heads
+        source = replicated(group[heads.source_name])
+        blocks = heads.first_blocks(source.shape)
+        self._check_copies(local_tensor(source), blocks)
+        return {heads.target_name: _arranged(source, heads.dim, blocks)}
+
+    def trace(self, group: Mapping[str, TensorPieces]) -> dict[str, TensorPieces] | None:
+        """Return each head once if there are no copies; None if there are, which must be read to see that they are equal."""
+        heads = self._heads
+        source = group[heads.source_name]
+        traced = _traced(source, heads.dim, heads.first_blocks(source.shape))
+        return {heads.target_name: traced} if heads.repeats == 1 and traced is not None else None
 
     def inverse(self) -> ModelStateMapper:
-        """Return a mapper of nothing: what was left out may be missing, so that it is not written."""
-        return ModelStateMapperParallel([])
+        """Return the mapper that repeats the heads."""
+        heads = self._heads
+        return ModelStateMapperRepeatHeads(
+            heads.target_name, heads.source_name, heads.dim, heads.num_heads, heads.repeats
+        )
+
+    def _check_copies(self, tensor: torch.Tensor, blocks: list[_Block]) -> None:
+        heads = self._heads
+        for head, (start, size) in enumerate(blocks):
+            first = tensor.narrow(heads.dim, start, size)
+            for copy in range(1, heads.repeats):
+                if not have_same_bits(first, tensor.narrow(heads.dim, start + copy * size, size)):
+                    raise ValueError(
+                        f"'{heads.source_name}' has copy {copy} of head {head} that differs from copy 0, along dimension "
+                        f"{heads.dim}. Copies that were trained one by one are heads of their own: export all "
+                        f"{heads.num_heads * heads.repeats} of them, or keep copies equal in training."
+                    )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Interleaving:
-    """The two orders of the rows of a fused tensor, as blocks of the other order: where each starts, and its length."""
+    """A fused tensor that one mapper reads and another order of its rows that it makes; what both directions share."""
 
-    name: str
+    source_name: str
+    target_name: str
     dim: int
     group_sizes: tuple[int, ...]
     num_groups: int
@@ -355,59 +338,104 @@ class _Interleaving:
     def __post_init__(self) -> None:
         if not self.group_sizes or min(self.group_sizes) < 1 or self.num_groups < 1:
             raise ValueError(
-                f"'{self.name}': group_sizes and num_groups must be positive; got {list(self.group_sizes)} and "
+                f"'{self.source_name}': group_sizes and num_groups must be positive; got {list(self.group_sizes)} and "
                 f"{self.num_groups}."
             )
 
-    def stacked_blocks(self) -> list[tuple[int, int]]:
+    @property
+    def groups(self) -> frozenset[StateGroup]:
+        return frozenset([StateGroup.of([self.source_name], [self.target_name])])
+
+    def stacked_blocks(self) -> list[_Block]:
         group_length = sum(self.group_sizes)
         return [
             (index * group_length + start, size) for start, size in self._parts() for index in range(self.num_groups)
         ]
 
-    def interleaved_blocks(self) -> list[tuple[int, int]]:
+    def interleaved_blocks(self) -> list[_Block]:
         return [
             (self.num_groups * start + index * size, size)
             for index in range(self.num_groups)
             for start, size in self._parts()
         ]
 
-    def arranged(self, tensor: torch.Tensor, blocks: list[tuple[int, int]]) -> torch.Tensor:
-        self._check(tensor.shape)
-        # Cutting blocks out of shards would gather all of the tensor for each block.
-        whole = replicated(tensor)
-        return torch.cat([whole.narrow(self.dim, *block) for block in blocks], self.dim)
+    def arranged(self, group: Mapping[str, torch.Tensor], blocks: list[_Block]) -> dict[str, torch.Tensor]:
+        source = group[self.source_name]
+        self._check(source.shape)
+        return {self.target_name: _arranged(source, self.dim, blocks)}
 
-    def traced(self, tensor: TensorPieces, blocks: list[tuple[int, int]]) -> TensorPieces | None:
-        self._check(tensor.shape)
-        if len(blocks) * len(tensor.pieces) > _MAX_BLOCKS:
-            return None
-        return TensorPieces.cat([tensor.narrow(self.dim, *block) for block in blocks], self.dim)
+    def traced(self, group: Mapping[str, TensorPieces], blocks: list[_Block]) -> dict[str, TensorPieces] | None:
+        source = group[self.source_name]
+        self._check(source.shape)
+        traced = _traced(source, self.dim, blocks)
+        return None if traced is None else {self.target_name: traced}
 
-    def _parts(self) -> list[tuple[int, int]]:
+    def _parts(self) -> list[_Block]:
         """Return where each part starts in the first group, and its length there."""
         starts = accumulate(self.group_sizes, initial=0)
         return list(zip(starts, self.group_sizes, strict=False))
 
     def _check(self, shape: Sequence[int]) -> None:
-        if not -len(shape) <= self.dim < len(shape):
-            raise IndexError(f"'{self.name}' of shape {tuple(shape)} has no dimension {self.dim}.")
+        size = _size_along(self.source_name, shape, self.dim)
         expected = self.num_groups * sum(self.group_sizes)
-        if shape[self.dim] != expected:
+        if size != expected:
             raise ValueError(
-                f"'{self.name}' has the size {shape[self.dim]} along dimension {self.dim} (shape {tuple(shape)}), but "
+                f"'{self.source_name}' has the size {size} along dimension {self.dim} (shape {tuple(shape)}), but "
                 f"{self.num_groups} groups of {' + '.join(map(str, self.group_sizes))} have {expected}."
             )
 
 
-def _check_equal(first_name: str, first: torch.Tensor, name: str, other: torch.Tensor) -> None:
-    if first.dtype != other.dtype or first.shape != other.shape:
-        raise ValueError(
-            f"'{first_name}' and '{name}' are tied, but one is {tuple(first.shape)} of {first.dtype}, the other "
-            f"{tuple(other.shape)} of {other.dtype}."
-        )
-    if not torch.equal(first, other):
-        raise ValueError(
-            f"'{first_name}' and '{name}' are tied, but their values differ. If the model does not tie them, map each "
-            f"to its own parameter; if it does, drop '{name}' to take '{first_name}'."
-        )
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Repetition:
+    """Heads, and the same heads several times each; what both directions share."""
+
+    source_name: str
+    target_name: str
+    dim: int
+    num_heads: int
+    repeats: int
+
+    def __post_init__(self) -> None:
+        if self.num_heads < 1 or self.repeats < 1:
+            raise ValueError(
+                f"'{self.source_name}': num_heads ({self.num_heads}) and repeats ({self.repeats}) must be positive."
+            )
+
+    @property
+    def groups(self) -> frozenset[StateGroup]:
+        return frozenset([StateGroup.of([self.source_name], [self.target_name])])
+
+    def repeated_blocks(self, shape: Sequence[int]) -> list[_Block]:
+        size = self.head_size(shape, self.num_heads)
+        return [(head * size, size) for head in range(self.num_heads) for _ in range(self.repeats)]
+
+    def first_blocks(self, shape: Sequence[int]) -> list[_Block]:
+        size = self.head_size(shape, self.num_heads * self.repeats)
+        return [(head * self.repeats * size, size) for head in range(self.num_heads)]
+
+    def head_size(self, shape: Sequence[int], num_heads: int) -> int:
+        size = _size_along(self.source_name, shape, self.dim)
+        if size % num_heads:
+            raise ValueError(
+                f"'{self.source_name}' has the size {size} along dimension {self.dim} (shape {tuple(shape)}), which is not "
+                f"a multiple of {num_heads} heads."
+            )
+        return size // num_heads
+
+
+def _size_along(name: str, shape: Sequence[int], dim: int) -> int:
+    if not -len(shape) <= dim < len(shape):
+        raise IndexError(f"'{name}' of shape {tuple(shape)} has no dimension {dim}.")
+    return shape[dim]
+
+
+def _arranged(tensor: torch.Tensor, dim: int, blocks: list[_Block]) -> torch.Tensor:
+    # Cutting blocks out of shards would gather all of the tensor for each block.
+    whole = replicated(tensor)
+    return torch.cat([whole.narrow(dim, *block) for block in blocks], dim)
+
+
+def _traced(tensor: TensorPieces, dim: int, blocks: list[_Block]) -> TensorPieces | None:
+    if len(blocks) * len(tensor.pieces) > _MAX_BLOCKS:
+        return None
+    return TensorPieces.cat([tensor.narrow(dim, *block) for block in blocks], dim)

@@ -6,19 +6,36 @@ They are escaped, as a file may give its tensors any name.
 import difflib
 import heapq
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import TypeVar
 
-__all__ = ["NearestNames", "distinct", "listed"]
+__all__ = ["NearestNames", "capped", "distinct", "listed"]
+
+T = TypeVar("T")
 
 _MAX_LISTED = 10
 _MAX_COMPARED = 32
 
 
+def capped(
+    items: Sequence[T], limit: int = _MAX_LISTED, describe: Callable[[T], str] = str, *, by_line: bool = False
+) -> str:
+    """Return descriptions of items, at most of some of them, and how many more there are.
+
+    Args:
+        items: In the order in which they are shown.
+        limit: How many are shown at most.
+        describe: Called for those that are shown only.
+        by_line: Whether each has a line of its own; else there are commas between them.
+    """
+    comma, space = ("\n", "\n") if by_line else (", ", " ")
+    shown = comma.join(map(describe, items[:limit]))
+    return shown if len(items) <= limit else f"{shown}{space}and {len(items) - limit} more"
+
+
 def listed(names: Iterable[str], limit: int = _MAX_LISTED) -> str:
     """Return names in quotes and in order, at most some of them."""
-    ordered = sorted(names)
-    shown = ", ".join(repr(name) for name in ordered[:limit])
-    return shown if len(ordered) <= limit else f"{shown} and {len(ordered) - limit} more"
+    return capped(sorted(names), limit, repr)
 
 
 class NearestNames:
@@ -42,9 +59,7 @@ class NearestNames:
 
     def described(self, names: Iterable[str], limit: int = _MAX_LISTED) -> str:
         """Return names as `listed` does, each with its nearest one."""
-        ordered = sorted(names)
-        shown = ", ".join(f"{name!r}{self.hint(name)}" for name in ordered[:limit])
-        return shown if len(ordered) <= limit else f"{shown} and {len(ordered) - limit} more"
+        return capped(sorted(names), limit, lambda name: f"{name!r}{self.hint(name)}")
 
 
 def _trigrams(name: str) -> frozenset[str]:

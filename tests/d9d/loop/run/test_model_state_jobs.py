@@ -17,6 +17,7 @@ from d9d.loop.control import (
 )
 from d9d.loop.event.catalogue.inference import EVENT_INFERENCE_MODEL_STAGES_READY
 from d9d.loop.run import Trainer
+from d9d.model_state.io.manifest import MANIFEST_NAME
 from d9d.model_state.mapper.adapters import identity_mapper_from_module
 from tests.d9d.loop.run.pipelined_job import PipelinedModel, PipelinedProvider, build_whole_model
 from tests.d9d.loop.run.regression_job import Job, build_job, plain_losses
@@ -132,6 +133,20 @@ def test_the_newest_checkpoint_is_exported(degrees: dict[str, int], tmp_path: Pa
     close(read_export(tmp_path / "exported"), dict(trained.state_dict()))
 
 
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("degrees", [{"data_parallel_shard": 2}, {"pipeline_parallel": 2}], ids=str)
+def test_the_form_of_an_export(degrees: dict[str, int], tmp_path: Path):
+    trainer = build(DeviceMeshParameters(**degrees), tmp_path, None).trainer
+    trainer.export(tmp_path / "whole", load_checkpoint=False)
+    trainer.export(
+        tmp_path / "exported", load_checkpoint=False, shard_size_gb=1e-7, dtype=torch.bfloat16, manifest=True
+    )
+    assert (tmp_path / "exported" / MANIFEST_NAME).is_file()
+    assert len(list((tmp_path / "exported").glob("*.safetensors"))) > 2
+    whole = read_export(tmp_path / "whole")
+    assert_same(read_export(tmp_path / "exported"), {name: tensor.bfloat16() for name, tensor in whole.items()})
+
+
 def test_there_must_be_a_checkpoint(tmp_path: Path):
     trainer: Trainer = build(DeviceMeshParameters(), tmp_path, None).trainer
     with pytest.raises(FileNotFoundError, match=r"checkpoints.*holds no checkpoint"):
@@ -147,7 +162,7 @@ def test_a_provider_without_export_says_so(tmp_path: Path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, r"trainer\.model_stage_factory\.source_checkpoint .*does not exist: did you mean .*/source\?"),
+        (None, r"trainer\.model_stage_factory\.source_checkpoint .*does not exist \(nearest: 'source'\)"),
         ((), r"source_checkpoint .*holds no model state"),
         ((".metadata",), r"source_checkpoint .*is a training checkpoint, not a model state"),
         (("pytorch_model.bin",), r"source_checkpoint .*pickle"),
@@ -169,15 +184,18 @@ def test_a_bad_source_is_found_early(content: tuple[str, ...] | None, message: s
     assert not dist.is_initialized()
 
 
-def test_the_cache_of_huggingface_is_read(tmp_path: Path):
+@pytest.mark.parametrize("named", [".", "model.safetensors", "text_encoder"])
+def test_the_cache_of_huggingface_is_read(named: str, tmp_path: Path):
     """Its folders hold links to files beside them."""
     model = build_whole_model(torch.float64)
     root = tmp_path / "models--small"
     (root / "blobs").mkdir(parents=True)
-    (root / "snapshots" / "1a").mkdir(parents=True)
+    snapshot = root / "snapshots" / "1a"
+    (snapshot / "text_encoder").mkdir(parents=True)
     save_file(fill(model), root / "blobs" / "c0ffee")
-    (root / "snapshots" / "1a" / "model.safetensors").symlink_to("../../blobs/c0ffee")
-    job = build(DeviceMeshParameters(), tmp_path, root / "snapshots" / "1a")
+    (snapshot / "model.safetensors").symlink_to("../../blobs/c0ffee")
+    (snapshot / "text_encoder" / "model.safetensors").symlink_to("../../../blobs/c0ffee")
+    job = build(DeviceMeshParameters(), tmp_path, snapshot / named)
     assert_same(dict(job.model.state_dict()), dict(model.state_dict()))
 
 

@@ -3,13 +3,12 @@
 import itertools
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -18,9 +17,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from d9d.core.dist_context import DENSE_DOMAIN, DeviceMeshParameters
 from d9d.core.placement import local_tensor
-from d9d.model_state.io.load import fill_model, load_model_state
+from d9d.model_state.io.load import fill_model
 from d9d.model_state.io.load_plan import plan_load
-from d9d.model_state.io.source import ModelStateSource, TensorInfo, open_model_state
+from d9d.model_state.io.source import open_model_state
 from d9d.model_state.mapper.adapters import identity_mapper_from_module
 from d9d.model_state.mapper.base import ModelStateMapper, StateGroup
 from d9d.model_state.mapper.compose import ModelStateMapperParallel, ModelStateMapperSequential
@@ -36,75 +35,9 @@ from d9d.model_state.mapper.leaf import (
 )
 from d9d.model_state.mapper.pieces import Box
 from d9d.module.parallelism.api import parallelize_hsdp, parallelize_replicate
+from tests.d9d.model_state.io.load_support import CountingSource, Tensors, Untraced, identity, load, numbered, write
 
 SHAPES = [(1, 17), (6,), (5, 7), (), (0, 3)]
-
-
-def numbered(shape: Sequence[int], first: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    """Return a tensor in which every element is another integer."""
-    return torch.arange(first, first + math.prod(shape)).view(tuple(shape)).to(dtype)
-
-
-def write(directory: Path, tensors: Mapping[str, torch.Tensor]) -> Path:
-    """Write a model state of one file; rank 0 does it for all."""
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        save_file(dict(tensors), directory / "model.safetensors")
-    if dist.is_initialized():
-        dist.barrier()
-    return directory
-
-
-def load(directory: Path, mapper: ModelStateMapper, model: nn.Module, **options: object) -> None:
-    load_model_state(directory, mapper, "cpu", model, show_progress=False, **options)
-
-
-class Tensors(nn.Module):
-    """Parameters, and buffers of dtypes that have no gradient, by name."""
-
-    def __init__(self, **tensors: torch.Tensor) -> None:
-        super().__init__()
-        for name, tensor in tensors.items():
-            if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
-                self.register_parameter(name, nn.Parameter(tensor))
-            else:
-                self.register_buffer(name, tensor)
-
-
-class CountingSource(ModelStateSource):
-    """Counts the bytes that are asked for."""
-
-    def __init__(self, source: ModelStateSource) -> None:
-        self.source = source
-        self.num_bytes = 0
-
-    @property
-    def tensors(self) -> Mapping[str, TensorInfo]:
-        return self.source.tensors
-
-    def read(self, name: str, box: Box | None = None) -> torch.Tensor:
-        values = self.source.read(name, box)
-        self.num_bytes += values.nbytes
-        return values
-
-    def close(self) -> None:
-        self.source.close()
-
-
-class Untraced(ModelStateMapper):
-    """A mapper that must be run to know what it does."""
-
-    def __init__(self, inputs: list[str], outputs: list[str], function: Callable[..., Sequence[torch.Tensor]]) -> None:
-        self.inputs, self.outputs, self.function = inputs, outputs, function
-
-    def state_dependency_groups(self) -> frozenset[StateGroup]:
-        return frozenset([StateGroup(frozenset(self.inputs), frozenset(self.outputs))])
-
-    def apply(self, group: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return dict(zip(self.outputs, self.function(*(group[name] for name in self.inputs)), strict=True))
-
-
-def identity(*names: str) -> ModelStateMapper:
-    return ModelStateMapperParallel([ModelStateMapperIdentity(name) for name in names])
 
 
 # One process
@@ -197,24 +130,51 @@ def test_a_large_conversion_goes_through_chunks(tmp_path: Path):
     assert torch.equal(model.x.detach(), values.bfloat16().float())
 
 
+OVERFLOW = 65520.0
+"""float16 ends at 65504; what lies nearer to 65536 than to that becomes infinite."""
+
+
+@pytest.mark.parametrize("kind", ["traced", "run", "run on values"])
+def test_values_out_of_the_models_range_are_refused_before_anything_is_written(tmp_path: Path, kind: str):
+    functions = {"run": lambda x: (x + 0,), "run on values": lambda x: (x + int(x[0].item() > 1e30),)}
+    mapper = identity("x") if kind == "traced" else Untraced(["x"], ["x"], functions[kind])
+    mapper = ModelStateMapperParallel([identity("a"), mapper])
+    model = Tensors(a=torch.zeros(1), x=torch.zeros(3, dtype=torch.float16))
+    write(tmp_path, {"a": torch.ones(1), "x": torch.tensor([1.0, -OVERFLOW, torch.inf])})
+    with pytest.raises(
+        ValueError, match=r"'x' is torch.float32 .*up to 65520, which would become infinite in torch.float16"
+    ):
+        load(tmp_path, mapper, model)
+    assert (model.a.tolist(), model.x.tolist()) == ([0], [0, 0, 0])
+    # One bit less rounds down; what is infinite already may stay so.
+    write(
+        tmp_path, {"a": torch.ones(1), "x": torch.tensor([math.nextafter(OVERFLOW, 0) - 0.01, -torch.inf, torch.nan])}
+    )
+    load(tmp_path, mapper, model)
+    assert model.x.tolist()[:2] == [65504, -torch.inf]
+    assert math.isnan(model.x[2].item())
+
+
+@pytest.mark.parametrize("kind", ["traced", "run"])
+def test_values_beyond_bfloat16_are_found_where_they_are(tmp_path: Path, kind: str):
+    mapper = identity("x") if kind == "traced" else Untraced(["x"], ["x"], lambda x: (x + 0,))
+    model = Tensors(x=torch.zeros(2, dtype=torch.bfloat16))
+    write(tmp_path, {"x": torch.tensor([1.0, torch.finfo(torch.float32).min])})
+    with pytest.raises(
+        RuntimeError, match=r"'x' is torch.float32 .*3.40282e\+38, which would become.*partly loaded: do not"
+    ):
+        load(tmp_path, mapper, model)
+    write(tmp_path, {"x": torch.tensor([-torch.inf, torch.finfo(torch.bfloat16).min])})
+    load(tmp_path, mapper, model)
+    assert model.x.tolist() == [-torch.inf, torch.finfo(torch.bfloat16).min]
+
+
 def test_memory_that_is_not_contiguous(tmp_path: Path):
     buffer = torch.zeros(10, 6)
     model = Tensors(x=buffer[::2].t())
     load(write(tmp_path, {"x": numbered((6, 5), 1, torch.float32)}), identity("x"), model)
     assert torch.equal(model.x.detach(), numbered((6, 5), 1, torch.float32))
     assert (buffer[1::2] == 0).all()
-
-
-def test_names_that_are_kept(tmp_path: Path):
-    model = Tensors(weight=torch.zeros(2), lora_a=torch.full((2,), 5.0), lora_b=torch.full((2,), 6.0))
-    write(tmp_path, {"weight": torch.ones(2), "lora_b": torch.zeros(2)})
-    with pytest.raises(ValueError, match=r"1 parameters or buffers .* not produced by the mapper: 'lora_a' .*keep"):
-        load(tmp_path, identity("weight", "lora_b"), model)
-    assert model.weight.tolist() == [0, 0]
-    load(tmp_path, identity("weight", "lora_b"), model, keep=["lora_*"])
-    assert [p.tolist() for p in model.parameters()] == [[1, 1], [5, 5], [6, 6]]
-    # Neither is what a kept one would be made of needed.
-    load(tmp_path, identity("weight", "lora_a"), model, keep=["lora_*"])
 
 
 def test_everything_that_does_not_fit_comes_in_one_error(tmp_path: Path):
@@ -235,28 +195,6 @@ def test_everything_that_does_not_fit_comes_in_one_error(tmp_path: Path):
     assert "1 parameters or buffers of the model are not produced by the mapper: 'bias'" in message
     assert "1 tensors are not in it: 'head' (nearest: 'heed')" in message
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-
-
-def test_models_without_memory_of_their_own_are_refused(tmp_path: Path):
-    write(tmp_path, {"x": torch.ones(2)})
-    with torch.device("meta"):
-        model = Tensors(x=torch.zeros(2))
-    with pytest.raises(ValueError, match=r"on the meta device.*'x'\. Materialize the model first"):
-        load(tmp_path, identity("x"), model)
-    model = nn.Module()
-    model.register_buffer("x", torch.zeros(1).expand(2))
-    with pytest.raises(ValueError, match="'x' share memory with one another"):
-        load(tmp_path, identity("x"), model)
-
-
-def test_entries_that_a_hook_computes_are_refused(tmp_path: Path):
-    write(tmp_path, {"x": torch.ones(2)})
-    model = Tensors(x=torch.zeros(2))
-    model.register_state_dict_post_hook(lambda module, state, *_: state.update(x=state["x"] * 2))
-    with pytest.raises(ValueError, match="computes 'x' instead of giving its parameters"):
-        load(tmp_path, identity("x"), model)
-    load(tmp_path, identity("x"), model, keep=["x"])
-    assert model.x.tolist() == [0, 0]
 
 
 def test_a_wrong_load_mode(tmp_path: Path):
@@ -292,6 +230,23 @@ def test_what_is_wrong_with_an_untraced_output_is_found_before_anything_is_writt
         load(tmp_path, ModelStateMapperParallel([identity("a"), Untraced(["x"], ["x"], function)]), model)
     assert "partly loaded" not in str(error.value)
     assert model.a.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("function", "kind"),
+    [
+        (lambda x: {}["wieght"], ValueError),  # also without data
+        (lambda x: 1 // int(x.sum() - 2), RuntimeError),  # with data only
+    ],
+)
+def test_a_mapper_that_fails_names_its_group(
+    tmp_path: Path, function: Callable[..., Sequence[torch.Tensor]], kind: type[Exception]
+):
+    write(tmp_path, {"x": torch.ones(2), "y": torch.ones(2)})
+    model = Tensors(x=torch.zeros(2), z=torch.zeros(2))
+    with pytest.raises(kind, match=r"'y' cannot be mapped to 'z': (Key|ZeroDivision)Error: .*test_load\.py, line"):
+        load(tmp_path, ModelStateMapperParallel([identity("x"), Untraced(["y"], ["z"], function)]), model)
+    assert model.x.tolist() == [0, 0]
 
 
 def test_a_mapper_that_returns_something_else_than_it_declares(tmp_path: Path):
@@ -673,6 +628,55 @@ def test_broadcast_equals_each(tmp_path: Path):
 
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("load_mode", ["each", "broadcast"])
+def test_mappers_that_communicate_run_on_all_ranks(tmp_path: Path, load_mode: str):
+    mesh = init_device_mesh("cpu", (2,))
+    values = numbered((4, 3))
+    write(tmp_path, {"x": values, "y": values + 100})
+
+    class Gathered(ModelStateMapper):
+        def state_dependency_groups(self) -> frozenset[StateGroup]:
+            return frozenset([StateGroup.of(["x"], ["x"])])
+
+        def apply(self, group: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+            if group["x"].is_meta:
+                raise RuntimeError("needs data")
+            return {"x": distribute_tensor(group["x"], mesh, [Shard(0)], src_data_rank=None).full_tensor()}
+
+    def build() -> torch.Tensor:
+        return distribute_tensor(torch.zeros(4, 3).double(), mesh, [Replicate()], src_data_rank=None)
+
+    model = Tensors(x=build(), y=build())
+    mapper = ModelStateMapperParallel([Gathered(), identity("y")])
+    with open_model_state(tmp_path) as opened:
+        source = CountingSource(opened)
+        plan = plan_load(source, mapper, model, (), "it")
+        is_broadcast = load_mode == "broadcast"
+        fill_model(source, mapper, torch.device("cpu"), plan, group=dist.group.WORLD, is_broadcast=is_broadcast)
+    assert torch.equal(model.x.to_local(), values)
+    assert torch.equal(model.y.to_local(), values + 100)
+    # x twice by all ranks, as nothing could be foreseen; y by the first only
+    num_reads = 2 + (not is_broadcast or dist.get_rank() == 0)
+    assert source.num_bytes == 12 * 8 * num_reads
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("load_mode", ["each", "broadcast"])
+def test_a_rank_whose_shard_is_out_of_range_stops_all(tmp_path: Path, load_mode: str):
+    mesh = init_device_mesh("cpu", (2,))
+    write(tmp_path, {"x": torch.tensor([1.0, 2.0, OVERFLOW, 3.0])})
+    empty = torch.zeros(4, dtype=torch.float16)
+    model = Tensors(x=distribute_tensor(empty, mesh, [Shard(0)], src_data_rank=None))
+    with pytest.raises(ValueError, match=r"on rank 1 of 2: .*'x' .*up to 65520"):
+        load(tmp_path, identity("x"), model, load_mode=load_mode, process_group=dist.group.WORLD)
+    assert model.x.to_local().tolist() == [0, 0]
+    # An output that the mapper has distributed is looked at where it lies.
+    mapper = Untraced(["x"], ["x"], lambda x: (distribute_tensor(x, mesh, [Shard(0)], src_data_rank=None),))
+    with pytest.raises(ValueError, match=r"on rank 1 of 2: .*'x' .*up to 65520"):
+        load(tmp_path, mapper, model, load_mode=load_mode, process_group=dist.group.WORLD)
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("load_mode", ["each", "broadcast"])
 def test_an_error_of_one_rank_reaches_all(tmp_path: Path, load_mode: str):
     write(tmp_path, {"x": torch.ones(2)})
     mesh = init_device_mesh("cpu", (2,))
@@ -686,9 +690,9 @@ def test_an_error_of_one_rank_reaches_all(tmp_path: Path, load_mode: str):
 
 
 def test_many_tensors_take_little_time(tmp_path: Path):
-    # Twice the tensors must not take more than about twice the time; generous, as others use the machine too.
+    # 8 times the tensors take 8 times as long, and 64 times if each looks at all others; others use the machine too.
     durations = []
-    for num_tensors in (2000, 4000):
+    for num_tensors in (500, 4000):
         directory = tmp_path / str(num_tensors)
         directory.mkdir()
         model = nn.Module()
@@ -700,5 +704,4 @@ def test_many_tensors_take_little_time(tmp_path: Path):
         load(directory, mapper, model)
         durations.append(time.process_time() - start)
         assert model.get_buffer(f"b{num_tensors - 1}").tolist() == [num_tensors - 1] * 2
-    assert durations[1] < 3 * durations[0] + 0.5
-    assert durations[1] < 3
+    assert durations[1] < 24 * durations[0]

@@ -49,6 +49,22 @@ def test_each_bit_counts(directory: Path):
     assert hashlib.sha256(bytes(content)).hexdigest() in str(caught.value)
 
 
+def test_the_index_counts_where_the_manifest_knows_it(directory: Path):
+    index = directory / "model.safetensors.index.json"
+    index.write_bytes(b"one")
+    # Of a manifest that somebody has made of the weights alone.
+    verify_manifest(directory, ["a"])
+    digests = json.loads((directory / MANIFEST_NAME).read_text())
+    write_manifest(directory, {**digests, index.name: hashlib.sha256(b"one").hexdigest()})
+    verify_manifest(directory, ["a"])
+    index.write_bytes(b"two")
+    with pytest.raises(ValueError, match=r"1 of 2 files .*: model\.safetensors\.index\.json has the digest"):
+        verify_manifest(directory, ["a"])
+    # Files that were taken from among the others are what they were.
+    index.unlink()
+    verify_manifest(directory, ["a"])
+
+
 def test_all_problems_in_one_error(directory: Path):
     (directory / "a").unlink()
     (directory / "b").write_bytes(b"x")

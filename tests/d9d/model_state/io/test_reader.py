@@ -12,10 +12,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from d9d.core.dist_ops import all_gather_object
-from d9d.model_state.io.reader import order_groups, progress_bar, read_model_state, stream_groups
+from d9d.model_state.io.progress import progress_bar
+from d9d.model_state.io.reader import order_groups, read_model_state, stream_groups
 from d9d.model_state.io.source import ModelStateSource, TensorInfo
 from d9d.model_state.mapper.base import ModelStateMapper, StateGroup
-from d9d.model_state.mapper.compose import ModelStateMapperParallel
+from d9d.model_state.mapper.compose import ModelStateMapperParallel, ModelStateMapperSequential
 from d9d.model_state.mapper.leaf import (
     ModelStateMapperChunkTensors,
     ModelStateMapperConcatenateTensors,
@@ -122,6 +123,29 @@ def test_outputs_of_which_every_input_is_missing(tmp_path: Path):
     assert [name for name, _ in read_model_state(tmp_path, Optional(), "cpu", show_progress=False)] == ["z"]
 
 
+def test_what_is_dropped_need_not_be_there(tmp_path: Path):
+    save_file({"x": torch.ones(2)}, tmp_path / "model.safetensors")
+    for drop in (ModelStateMapperDrop(["gone"]), ModelStateMapperDrop(["gone", "lost"])):
+        mapper = ModelStateMapperSequential([drop, ModelStateMapperIdentity("x")])
+        found = read_model_state(tmp_path, mapper, "cpu", show_progress=False)
+        assert {name: value.tolist() for name, value in found} == {"x": [1, 1]}
+
+
+def test_a_mapper_that_fails_names_its_group(tmp_path: Path):
+    class Failing(ModelStateMapper):
+        def state_dependency_groups(self) -> frozenset[StateGroup]:
+            return frozenset([StateGroup.of(["x"], ["y"])])
+
+        def apply(self, group: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+            return {"y": group["wieght"]}
+
+    save_file({"x": torch.ones(2)}, tmp_path / "model.safetensors")
+    with pytest.raises(
+        RuntimeError, match=r"'x' cannot be mapped to 'y': KeyError: 'wieght' \(.*test_reader\.py, line"
+    ):
+        list(read(tmp_path, Failing()))
+
+
 class AliveSource(ModelStateSource):
     """Hands out tensors with memory of their own, and counts what of it is alive."""
 
@@ -177,7 +201,7 @@ def test_one_group_is_alive_at_a_time():
     groups = order_groups(mapper.state_dependency_groups(), source.tensors)
     assert [group.num_bytes for group in groups] == [80, 160, 44]
     names: list[str] = []
-    stream = stream_groups(source, mapper, groups, torch.device("cpu"), progress_bar(0, "reading", False, None))
+    stream = stream_groups(source, mapper, groups, torch.device("cpu"), progress_bar(0, "B", "reading", False))
     for name, tensor in stream:
         names.append(name)
         assert source.num_alive_bytes == 0, "what the mapper has joined is not needed any more"
@@ -192,7 +216,7 @@ def test_a_reader_that_is_left_early_lets_go_of_the_source():
     source = AliveSource({"a": torch.ones(1), "b": torch.ones(1)})
     mapper = ModelStateMapperParallel([ModelStateMapperIdentity("a"), ModelStateMapperIdentity("b")])
     groups = order_groups(mapper.state_dependency_groups(), source.tensors)
-    stream = stream_groups(source, mapper, groups, torch.device("cpu"), progress_bar(0, "reading", False, None))
+    stream = stream_groups(source, mapper, groups, torch.device("cpu"), progress_bar(0, "B", "reading", False))
     next(stream)
     stream.close()
     assert source.is_closed

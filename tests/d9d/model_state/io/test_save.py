@@ -2,7 +2,9 @@
 
 import json
 import resource
+import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +24,13 @@ from d9d.model_state.io.save import (
     save_model_state_pipeline_parallel,
     save_model_state_pipeline_parallel_in_background,
 )
+from d9d.model_state.io.writer import write_model_state_local
 from d9d.model_state.mapper.adapters import identity_mapper_from_module
 from d9d.model_state.mapper.base import ModelStateMapper, StateGroup
 from d9d.model_state.mapper.compose import ModelStateMapperParallel, ModelStateMapperSequential
 from d9d.model_state.mapper.leaf import (
     ModelStateMapperConcatenateTensors,
+    ModelStateMapperDrop,
     ModelStateMapperGatherFullTensor,
     ModelStateMapperIdentity,
     ModelStateMapperRename,
@@ -332,6 +336,27 @@ def test_errors_reach_all_ranks(tmp_path: Path):
 
 
 @pytest.mark.world_size(2)
+def test_a_rank_without_memory_raises_and_the_others_do_not_wait_for_ever(tmp_path: Path):
+    rank = dist.get_rank()
+    group = dist.new_group(timeout=timedelta(seconds=3))
+    assert isinstance(group, dist.ProcessGroup)
+    mesh = DeviceMesh.from_group(group, "cpu")
+    # 64 MiB in all: more than the allocator takes from what it has kept.
+    local = torch.ones(2**23)
+    module = Holder({"t": DTensor.from_local(local, mesh, [Shard(0)], run_check=False)})
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + 2**24 if rank == 1 else soft, hard))
+    try:
+        with pytest.raises(RuntimeError, match="allocate memory" if rank == 1 else "(?i)timed out|closed|reset"):
+            save_model_state(tmp_path, identity("t"), module, show_progress=False, process_group=group)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+    dist.barrier()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.world_size(2)
 def test_ranks_with_different_modules_are_refused(tmp_path: Path):
     rank = dist.get_rank()
     mesh = init_device_mesh("cpu", (2,))
@@ -342,6 +367,10 @@ def test_ranks_with_different_modules_are_refused(tmp_path: Path):
     mixed = {**tensors, "a": numbers((6, 2))} if rank else tensors
     with pytest.raises(ValueError, match=r"'a \(6, 2\) torch.float32 over .*', 'a \(6, 2\) torch.float32 plain'"):
         save_model_state(tmp_path, identity(*"abc"), Holder(dict(mixed)), show_progress=False)
+    # One rank has not materialized its module.
+    module = Holder(dict(tensors))
+    with pytest.raises(ValueError, match=r"'b \(6, 2\) .* on cpu', 'b \(6, 2\) .* on meta'"):
+        save_model_state(tmp_path, identity("b"), module.to("meta") if rank else module, show_progress=False)
 
 
 @pytest.mark.world_size(2)
@@ -358,7 +387,7 @@ def test_a_full_disk_on_one_rank(tmp_path: Path, in_background: bool):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (8192 if rank == 1 else soft, hard))
     try:
-        with pytest.raises(OSError, match=r"on rank 1 of 2: .*File too large: .*\.tmp-rank1-shard-0\.safetensors'"):
+        with pytest.raises(OSError, match=r"on rank 1 of 2: .*File too large: .*\.tmp-rank1-shard-0-\w+\.safetensors'"):
             save(tmp_path, identity(*names), module, 36000 / 1e9, show_progress=False)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -439,6 +468,56 @@ def test_the_model_may_change_while_it_is_written(tmp_path: Path):
     export.wait()
     assert_same(read_back(tmp_path), expected)
     export.wait()
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("shard_size_gb", [4.0, 1e-9])
+def test_a_second_export_is_refused_until_the_first_is_complete(tmp_path: Path, shard_size_gb: float):
+    rank, mapper = dist.get_rank(), identity("a", "b")
+    first, second = (Holder({name: numbers((3,)) + offset for name in "ab"}) for offset in (0, 100))
+    export = save_model_state_in_background(tmp_path, mapper, first, shard_size_gb, show_progress=False)
+    for _ in range(2):
+        with pytest.raises(
+            OSError, match=r"on rank 0 of 2: another export into .* is in progress, led by process \d+ on"
+        ):
+            save_model_state_in_background(tmp_path, mapper, second, shard_size_gb, show_progress=False)
+        with pytest.raises(OSError, match=r"another export into .* is in progress"):
+            write_model_state_local(tmp_path, mapper, second.state_dict().items(), show_progress=False)
+        # Also on one rank only. Elsewhere there is no harm.
+        save_model_state(tmp_path / "other", mapper, second, shard_size_gb, show_progress=False)
+    export.wait()
+    assert_same(read_back(tmp_path), dict(first.state_dict()))
+    dist.barrier()
+    save_model_state(tmp_path, mapper, second, shard_size_gb, show_progress=False)
+    assert_same(read_back(tmp_path), dict(second.state_dict()))
+    assert_same(read_back(tmp_path / "other"), dict(second.state_dict()))
+    dist.barrier()
+    if rank == 0:
+        assert not list(tmp_path.glob(".tmp*"))
+
+
+def test_shards_that_are_exchanged_before_they_get_their_names(tmp_path: Path):
+    module = Holder({"a": numbers((3,)), "b": numbers((5,))})
+    for exchange, message in [(lambda path: path.unlink(), "is not there"), (truncate, r"has 3 bytes, of \d+")]:
+        export = save_model_state_in_background(tmp_path, identity("a", "b"), module, 1e-9, show_progress=False)
+        while len(shards := sorted(tmp_path.glob(".tmp-rank0-shard-0-*"))) == 0:
+            time.sleep(0.01)
+        exchange(shards[0])
+        with pytest.raises(FileNotFoundError, match=rf"1 of 2 shards .*shard-0-\w+\.safetensors {message}"):
+            export.wait()
+        assert list(tmp_path.iterdir()) == []
+
+
+def truncate(path: Path) -> None:
+    path.unlink()
+    path.write_bytes(b"123")
+
+
+def test_what_is_dropped_need_not_be_there(tmp_path: Path):
+    mapper = ModelStateMapperParallel([identity("a"), ModelStateMapperDrop(["b", "absent"])])
+    for names in ("ab", "a"):
+        save_model_state(tmp_path, mapper, Holder({name: numbers((3,)) for name in names}), show_progress=False)
+        assert_same(read_back(tmp_path), {"a": numbers((3,))})
 
 
 def test_errors_in_the_background(tmp_path: Path):

@@ -51,6 +51,18 @@ def raw_bytes(tensor: torch.Tensor) -> bytes:
     return dense.reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
+def test_the_size_of_the_file(tmp_path: Path):
+    for n, tensors in enumerate(
+        [{}, {"a": torch.ones(3, dtype=torch.uint8)}, {"a": torch.ones(5), "b": torch.ones(4)}]
+    ):
+        file = ShardFile(tmp_path / str(n), 1000)
+        for name, tensor in tensors.items():
+            file.add(name, tensor)
+        file.close()
+        # Of the length of the header, the header, and the tensors.
+        assert file.num_file_bytes == (tmp_path / str(n)).stat().st_size == 8 + 1000 + [0, 3, 36][n]
+
+
 def header_of(path: Path) -> tuple[int, dict[str, Any]]:
     content = path.read_bytes()
     num_bytes = int.from_bytes(content[:8], "little")

@@ -315,6 +315,14 @@ def test_what_a_stopped_export_leaves_is_no_model_state(tmp_path: Path):
     refused(tmp_path, "not complete")
     (tmp_path / "model-00001-of-00002.safetensors").rename(tmp_path / ".tmp-rank0-shard-1.safetensors")
     refused(tmp_path, "export that was stopped", ".tmp-rank0")
+    # Another file is not what was exported, and may be meant all the same.
+    save_file({"w": torch.zeros(1)}, tmp_path / "adapter.safetensors")
+    refused(tmp_path, "export that was stopped", ".tmp-rank0", "'adapter.safetensors'", "give the path of the file")
+    with open_model_state(tmp_path / "adapter.safetensors") as source:
+        assert source.read("w").tolist() == [0]
+    (tmp_path / ".tmp-rank0-shard-1.safetensors").unlink()
+    with open_model_state(tmp_path) as source:
+        assert source.read("w").tolist() == [0]
 
 
 def test_an_index_and_a_single_file_that_it_does_not_name(tmp_path: Path):

@@ -1,5 +1,7 @@
 """Streams of tensors written as model states, read back by the safetensors library."""
 
+import hashlib
+import io
 import json
 import resource
 import weakref
@@ -13,7 +15,7 @@ from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from d9d.model_state.io.manifest import verify_manifest
+from d9d.model_state.io.manifest import MANIFEST_NAME, verify_manifest
 from d9d.model_state.io.source import open_model_state
 from d9d.model_state.io.writer import (
     write_model_state_distributed,
@@ -21,9 +23,14 @@ from d9d.model_state.io.writer import (
     write_model_state_pipeline_parallel,
 )
 from d9d.model_state.mapper.base import ModelStateMapper, StateGroup
-from d9d.model_state.mapper.compose import ModelStateMapperParallel, ModelStateMapperShard
+from d9d.model_state.mapper.compose import (
+    ModelStateMapperParallel,
+    ModelStateMapperSequential,
+    ModelStateMapperShard,
+)
 from d9d.model_state.mapper.leaf import (
     ModelStateMapperConcatenateTensors,
+    ModelStateMapperDrop,
     ModelStateMapperIdentity,
     ModelStateMapperRename,
 )
@@ -167,6 +174,26 @@ def test_optional_inputs_may_come_late_or_not_at_all(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
+    "mapper",
+    [
+        ModelStateMapperParallel([identity("t0"), ModelStateMapperDrop(["t1", "absent"])]),
+        ModelStateMapperSequential([ModelStateMapperDrop(["t1", "absent"]), ModelStateMapperIdentity("t0")]),
+    ],
+)
+def test_what_is_dropped_need_not_be_there(tmp_path: Path, mapper: ModelStateMapper):
+    for num_tensors in (2, 1):
+        tensors = numbered(num_tensors)
+        write_model_state_local(tmp_path, mapper, tensors.items(), show_progress=False)
+        assert_same(read_back(tmp_path), {"t0": tensors["t0"]})
+
+
+def test_of_nothing_nothing_is_made(tmp_path: Path):
+    mapper = ModelStateMapperParallel([identity("t0"), OneGroup({"a"}, {"x"}, {"x": torch.ones(1)}, optional="a")])
+    with pytest.raises(ValueError, match=r"1 of 2 groups of the mapper did not get all inputs\. Missing: 'a'"):
+        write_model_state_local(tmp_path, mapper, numbered(1).items(), show_progress=False)
+
+
+@pytest.mark.parametrize(
     ("mapper", "names", "message"),
     [
         (
@@ -200,6 +227,32 @@ def test_options_that_are_refused(tmp_path: Path):
             write_model_state_local(tmp_path, identity("a"), [], dtype=dtype)
 
 
+def test_scales_without_a_sign_are_stored_and_nothing_is_converted_to_them(tmp_path: Path):
+    # Powers of two, from 2^-127 on.
+    scales = torch.arange(254, dtype=torch.uint8).view(torch.float8_e8m0fnu)
+    write_model_state_local(tmp_path, identity("scales"), [("scales", scales)], show_progress=False)
+    with open_model_state(tmp_path) as source:
+        found = source.read("scales")
+        assert found.dtype == torch.float8_e8m0fnu
+        assert found.view(torch.uint8).tolist() == list(range(254))
+    with pytest.raises(ValueError, match=r"dtype is torch\.float8_e8m0fnu, which has no negative numbers"):
+        write_model_state_local(tmp_path, identity("a"), [], dtype=torch.float8_e8m0fnu)
+
+
+def test_an_interrupted_export_can_be_repeated(tmp_path: Path):
+    def state() -> Iterator[tuple[str, torch.Tensor]]:
+        yield "t0", torch.ones(1)
+        raise KeyboardInterrupt
+
+    # The traceback, which a notebook keeps, holds on to the first export.
+    with pytest.raises(KeyboardInterrupt) as caught:
+        write_model_state_local(tmp_path, identity("t0", "t1"), state(), show_progress=False)
+    assert files_in(tmp_path) == []
+    write_model_state_local(tmp_path, identity("t0"), numbered(1).items(), show_progress=False)
+    assert caught.tb is not None
+    assert files_in(tmp_path) == ["model.safetensors"]
+
+
 def test_an_error_of_the_state_is_raised_as_it_is(tmp_path: Path):
     def state() -> Iterator[tuple[str, torch.Tensor]]:
         yield "a", torch.ones(1)
@@ -231,6 +284,14 @@ def test_a_manifest(tmp_path: Path):
     write_model_state_local(tmp_path, identity(*tensors), tensors.items(), 24 / 1e9, show_progress=False, manifest=True)
     shards = [f"model-{n}-of-00003.safetensors" for n in ("00001", "00002", "00003")]
     verify_manifest(tmp_path, shards)
+    digests = json.loads((tmp_path / MANIFEST_NAME).read_text())
+    # The index too: it says which tensor is where.
+    assert digests == {name: hashlib.sha256((tmp_path / name).read_bytes()).hexdigest() for name in [*shards, INDEX]}
+    index = (tmp_path / INDEX).read_text()
+    (tmp_path / INDEX).write_text(index.replace('"total_size": 72', '"total_size": 73'))
+    with pytest.raises(ValueError, match=r"1 of 4 files .*: model\.safetensors\.index\.json has the digest"):
+        open_model_state(tmp_path)
+    (tmp_path / INDEX).write_text(index)
     content = bytearray((tmp_path / shards[1]).read_bytes())
     content[-1] ^= 128
     (tmp_path / shards[1]).write_bytes(content)
@@ -250,7 +311,7 @@ def test_a_full_disk_leaves_the_older_weights(tmp_path: Path):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (8192, hard))
     try:
-        with pytest.raises(OSError, match=r"File too large: .*\.tmp-rank0-shard-1\.safetensors'"):
+        with pytest.raises(OSError, match=r"File too large: .*\.tmp-rank0-shard-1-\w+\.safetensors'"):
             write_model_state_local(
                 tmp_path,
                 identity("a", "b"),
@@ -358,7 +419,7 @@ def test_a_rank_that_cannot_write_goes_on_gathering(tmp_path: Path):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (8192 if rank == 1 else soft, hard))
     try:
-        with pytest.raises(OSError, match=r"on rank 1 of 2: .*File too large: .*\.tmp-rank1-shard-0\.safetensors'"):
+        with pytest.raises(OSError, match=r"on rank 1 of 2: .*File too large: .*\.tmp-rank1-shard-0-\w+\.safetensors'"):
             write_model_state_distributed(tmp_path, mapper, state(), group, show_progress=False)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -395,8 +456,19 @@ def test_the_first_pipeline_writes(tmp_path: Path, dims: tuple[str, str]):
         )
 
 
-def test_progress_counts_groups(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    write_model_state_local(tmp_path, identity("t0", "t1"), numbered(3).items(), show_progress=False)
-    assert capsys.readouterr().err == ""
-    write_model_state_local(tmp_path, identity("t0", "t1"), numbered(3).items())
-    assert "2/2" in capsys.readouterr().err
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("stderr", "show_progress", "is_shown"),
+    [(Terminal(), True, True), (Terminal(), False, False), (io.StringIO(), True, False)],
+)
+def test_progress_counts_groups_on_a_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stderr: io.StringIO, show_progress: bool, is_shown: bool
+):
+    monkeypatch.setattr("sys.stderr", stderr)
+    write_model_state_local(tmp_path, identity("t0", "t1"), numbered(3).items(), show_progress=show_progress)
+    assert ("2/2" in stderr.getvalue()) == is_shown
+    assert is_shown or stderr.getvalue() == ""

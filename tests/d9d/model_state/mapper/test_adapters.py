@@ -4,7 +4,11 @@ import torch
 from torch import nn
 
 from d9d.model_state.mapper import ModelStateMapper, StateGroup
-from d9d.model_state.mapper.adapters import identity_mapper_from_mapper_outputs, identity_mapper_from_module
+from d9d.model_state.mapper.adapters import (
+    identity_mapper_from_mapper_outputs,
+    identity_mapper_from_module,
+    identity_mapper_from_names,
+)
 from d9d.model_state.mapper.compose import ModelStateMapperParallel
 from d9d.model_state.mapper.leaf import ModelStateMapperChunkTensors, ModelStateMapperDrop, ModelStateMapperRename
 
@@ -31,3 +35,11 @@ def test_outputs_of_a_mapper():
         ]
     )
     assert identity_mapper_from_mapper_outputs(mapper).state_dependency_groups() == identities("b", "d", "e")
+
+
+def test_names_map_to_themselves():
+    mapper = identity_mapper_from_names(iter(["a.b", "c"]))
+    assert mapper.state_dependency_groups() == identities("a.b", "c")
+    value = torch.tensor(1)
+    assert mapper.apply({"a.b": value})["a.b"] is value
+    assert identity_mapper_from_names([]).state_dependency_groups() == frozenset()

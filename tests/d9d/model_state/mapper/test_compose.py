@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from d9d.model_state.mapper import ModelStateMapper, StateGroup
+from d9d.model_state.mapper.base import runnable_groups
 from d9d.model_state.mapper.compose import (
     ModelStateMapperParallel,
     ModelStateMapperPrefixScope,
@@ -82,7 +83,9 @@ A, B, C = torch.arange(6).view(2, 3), torch.arange(10, 16).view(2, 3), torch.ara
 
 
 def test_parallel_gives_each_group_to_its_mapper():
-    mapper = Parallel([Rename("a", "x"), Parallel([ModelStateMapperConcatenateTensors(["b", "c"], "bc", 0)])])
+    mapper = Parallel(
+        [Rename("a", "x"), Parallel([ModelStateMapperConcatenateTensors(["b", "c"], "bc", 0, sizes=[2, 2])])]
+    )
     assert mapper.state_dependency_groups() == {group("a", "x"), group("b c", "bc")}
     assert_same(run(mapper, {"a": A, "b": B, "c": C}), {"x": A, "bc": torch.cat([B, C])})
     assert_same(run(mapper.inverse(), {"x": A, "bc": torch.cat([B, C])}), {"a": A, "b": B, "c": C})
@@ -156,7 +159,7 @@ def test_stages_are_filled_with_what_goes_past_them():
         [
             Rename("a", "x"),  # read by nobody: an output
             Rename("b", "y"),
-            ModelStateMapperConcatenateTensors(["y", "c"], "yc", 0),  # c comes from the source
+            ModelStateMapperConcatenateTensors(["y", "c"], "yc", 0, sizes=[2, 2]),  # c comes from the source
             ModelStateMapperIdentity("d"),
         ]
     )
@@ -270,6 +273,14 @@ def test_half_of_an_optional_tensor_is_refused():
         mapper.apply({"embed": A, "h.0": A[:1]})
 
 
+def test_what_a_stage_drops_may_be_missing():
+    drops = Parallel([Rename("i", "j"), ModelStateMapperDrop(["rotary"])])
+    mapper = Sequential([Rename("ids", "i"), drops, ModelStateMapperDrop(["j"]), Rename("w", "x")])
+    runnable, lacking = runnable_groups(mapper, ["w"])
+    assert (runnable, lacking) == ([group("w", "x")], {})
+    assert_same(mapper.apply({"w": A}), {"x": A})
+
+
 def test_outputs_are_not_optional():
     mapper = Sequential([ModelStateMapperTie(["a"], ["a", "b"]), ModelStateMapperTie(["c", "b"], ["c"])])
     # b is optional for c, but a is an output as well
@@ -294,13 +305,25 @@ def test_prefixes_go_before_all_names():
 
 
 def test_selected_groups_and_their_inverse():
-    mapper = Parallel([Rename("a", "x"), ModelStateMapperConcatenateTensors(["b", "c"], "bc", 0)])
+    mapper = Parallel([Rename("a", "x"), ModelStateMapperConcatenateTensors(["b", "c"], "bc", 0, sizes=[2, 2])])
     selected = ModelStateMapperSelectGroups(mapper, lambda own: "bc" in own.outputs)
     assert selected.state_dependency_groups() == {group("b c", "bc")}
     assert_same(run(selected, {"b": B, "c": C}), {"bc": torch.cat([B, C])})
     assert selected.inverse().state_dependency_groups() == {group("bc", "b c")}
     with pytest.raises(ValueError, match="'a', which none of its groups reads"):
         selected.apply({"a": A})
+
+
+def test_some_outputs_of_selected_groups():
+    mapper = Parallel([ModelStateMapperChunkTensors("ab", ["a", "b"], 0), Rename("x", "y"), Rename("u", "v")])
+    selected = ModelStateMapperSelectGroups(mapper, lambda own: "v" not in own.outputs, outputs=["b", "y", "v", "none"])
+    assert selected.state_dependency_groups() == {group("ab", "b"), group("x", "y")}
+    assert_same(run(selected, {"ab": A, "x": B}), {"b": A[1:], "y": B})
+    with pytest.raises(NotImplementedError, match=r"cannot be inverted without 'a', which they make"):
+        selected.inverse()
+    # Nothing is left out of what is selected here.
+    complete = ModelStateMapperSelectGroups(mapper, lambda own: "v" in own.outputs, outputs=["v"])
+    assert_same(run(complete.inverse(), {"v": C}), {"u": C})
 
 
 @pytest.mark.parametrize(("num_groups", "num_shards"), [(7, 3), (3, 5), (8, 4), (1, 1)])
@@ -426,7 +449,8 @@ def random_stages(draw: st.DrawFn) -> tuple[list[ModelStateMapper], Tensors, Ten
                     made[first] = own.transpose(0, -1)
                 case 2 if names and tensors[names[-1]].shape == own.shape:
                     other = names.pop()
-                    mappers.append(ModelStateMapperConcatenateTensors([first, other], target, 0))
+                    sizes = [own.shape[0]] * 2
+                    mappers.append(ModelStateMapperConcatenateTensors([first, other], target, 0, sizes=sizes))
                     made[target] = torch.cat([own, tensors.pop(other)])
                 case 3 if own.shape[0] % 2 == 0:
                     mappers.append(ModelStateMapperChunkTensors(first, [target, target + "'"], 0))

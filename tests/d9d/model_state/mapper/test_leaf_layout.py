@@ -1,52 +1,23 @@
-"""Order of rows, padding, dtypes and ties, against hand counts and torch's own indexing."""
+"""Rows in another order, repeated, padded or cut out, against hand counts and torch's own indexing."""
 
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from d9d.model_state.mapper import ModelStateMapper, StateGroup
+from d9d.model_state.mapper import StateGroup
 from d9d.model_state.mapper.compose import ModelStateMapperSequential
 from d9d.model_state.mapper.leaf import (
-    ModelStateMapperCast,
     ModelStateMapperChunkTensors,
     ModelStateMapperConcatenateTensors,
-    ModelStateMapperDrop,
     ModelStateMapperInterleavedToStacked,
     ModelStateMapperPadRows,
+    ModelStateMapperRepeatHeads,
     ModelStateMapperSlice,
     ModelStateMapperStackedToInterleaved,
-    ModelStateMapperTie,
+    ModelStateMapperUnrepeatHeads,
 )
-from d9d.model_state.mapper.pieces import Box, TensorPieces
-
-Tensors = dict[str, torch.Tensor]
-
-
-def whole(group: Tensors) -> dict[str, TensorPieces]:
-    return {name: TensorPieces.whole(name, tensor.shape, tensor.dtype) for name, tensor in group.items()}
-
-
-def traced(mapper: ModelStateMapper, group: Tensors) -> Tensors:
-    pieces = mapper.trace(whole(group))
-    assert pieces is not None
-    filled = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in pieces.items()}
-    for name, tensor in pieces.items():
-        tensor.fill(filled[name], Box.whole(tensor.shape), lambda source, box: group[source][box.slices])
-    return filled
-
-
-def assert_maps(mapper: ModelStateMapper, group: Tensors, expected: Tensors) -> None:
-    for actual in (mapper.apply(dict(group)), traced(mapper, group)):
-        assert actual.keys() == expected.keys()
-        for name, tensor in expected.items():
-            assert (actual[name].dtype, actual[name].shape) == (tensor.dtype, tensor.shape)
-            assert torch.equal(actual[name], tensor)
-
-
-def rows(*values: int) -> torch.Tensor:
-    return torch.tensor(values)[:, None].expand(len(values), 2).contiguous()
-
+from tests.d9d.model_state.mapper.support import Case, assert_maps, rows, traced, whole
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 4, 2, 3
 # By hand: each of the 2 key-value heads has 2 query heads of 3 rows, its key of 3 rows and its value of 3 rows.
@@ -147,20 +118,19 @@ def test_a_vocabulary_is_padded_and_its_padding_dropped(dtype: torch.dtype):
         for actual in (mapper.apply({"e": embedding})["e"], traced(mapper, {"e": embedding})["e"]):
             assert actual.dtype == dtype
             assert torch.equal(actual.float(), padded.float())
-        back = mapper.inverse().apply({"e": padded})["e"]
-        assert torch.equal(back.float(), embedding.float())
+    back = ModelStateMapperPadRows("e", 14, source_rows=13).inverse().apply({"e": padded})["e"]
+    assert torch.equal(back.float(), embedding.float())
     mapper = ModelStateMapperPadRows("e", 13)
     assert torch.equal(mapper.apply({"e": embedding})["e"].float(), embedding.float())
 
 
 def test_padding_that_cannot_be():
-    used_twice = ModelStateMapperPadRows("e", 14)
-    for num_rows in (12, 13):
-        used_twice.apply({"e": torch.zeros(num_rows)})
-    with pytest.raises(NotImplementedError, match="`source_rows`"):
-        used_twice.inverse()
-    with pytest.raises(NotImplementedError, match=r"'e' to 14.*`source_rows`"):
-        ModelStateMapperPadRows("e", 14).inverse()
+    undeclared = ModelStateMapperPadRows("e", 14)
+    for _ in range(2):
+        with pytest.raises(NotImplementedError, match=r"'e' to 14.*`source_rows`"):
+            undeclared.inverse()
+        # What it has padded makes no difference: other ranks may have padded nothing.
+        assert_maps(undeclared, {"e": torch.ones(13)}, {"e": torch.tensor([1.0] * 13 + [0.0])})
     with pytest.raises(ValueError, match=r"'e' to 3.*longer already"):
         ModelStateMapperPadRows("e", 3).apply({"e": torch.zeros(4)})
     with pytest.raises(ValueError, match="'e' has 12 rows, not 13 as declared"):
@@ -169,63 +139,66 @@ def test_padding_that_cannot_be():
         ModelStateMapperPadRows("e", 3).apply({"e": torch.tensor(1)})
 
 
-def test_casts():
-    values = torch.tensor([1 + 2**-9, -3.0])
-    mapper = ModelStateMapperCast("a", torch.bfloat16, source_dtype=torch.float32)
-    assert_maps(mapper, {"a": values}, {"a": values.bfloat16()})
-    assert_maps(mapper.inverse(), {"a": values.bfloat16()}, {"a": values.bfloat16().float()})
-    # Rounding in the middle is not lost when pieces are copied at once.
-    there_and_back = ModelStateMapperSequential([mapper, mapper.inverse()])
-    assert_maps(there_and_back, {"a": values}, {"a": values.bfloat16().float()})
-    with pytest.raises(NotImplementedError, match=r"'a'.*`source_dtype`"):
-        ModelStateMapperCast("a", torch.bfloat16).inverse()
+# 2 key-value heads of 3 rows for tensor parallelism of 4: by hand
+KV_HEADS, KV_HEADS_TWICE = rows(*range(200, 206)), rows(200, 201, 202, 200, 201, 202, 203, 204, 205, 203, 204, 205)
 
 
-def test_one_source_for_tied_targets():
-    weight = torch.arange(6).view(3, 2)
-    mapper = ModelStateMapperTie(["embed"], ["embed", "lm_head"])
-    assert mapper.optional_inputs() == frozenset()
-    assert_maps(mapper, {"embed": weight}, {"embed": weight, "lm_head": weight})
+@pytest.mark.parametrize("dim", [0, -2])
+def test_heads_are_repeated_and_come_back(dim: int):
+    mapper = ModelStateMapperRepeatHeads("h.k", "k", dim, num_heads=2, repeats=2)
+    assert mapper.state_dependency_groups() == {StateGroup(frozenset(["h.k"]), frozenset(["k"]))}
+    assert_maps(mapper, {"h.k": KV_HEADS}, {"k": KV_HEADS_TWICE})
     inverse = mapper.inverse()
-    assert inverse.optional_inputs() == {"lm_head"}
-    assert torch.equal(inverse.apply({"embed": weight, "lm_head": weight.clone()})["embed"], weight)
-    assert_maps(inverse, {"embed": weight}, {"embed": weight})
+    assert inverse.state_dependency_groups() == {StateGroup(frozenset(["k"]), frozenset(["h.k"]))}
+    assert torch.equal(inverse.apply({"k": KV_HEADS_TWICE})["h.k"], KV_HEADS)
+    assert inverse.trace(whole({"k": KV_HEADS_TWICE})) is None, "whether copies are equal is seen by reading them"
+    assert_maps(inverse.inverse(), {"h.k": KV_HEADS}, {"k": KV_HEADS_TWICE})
 
 
-def test_tied_sources_must_be_equal_where_they_are_there():
-    weight = torch.arange(6.0).view(3, 2)
-    mapper = ModelStateMapperTie(["embed", "lm_head"], ["embed", "lm_head"])
-    assert mapper.optional_inputs() == {"lm_head"}
-    assert_maps(mapper, {"embed": weight}, {"embed": weight, "lm_head": weight})
-    both = {"embed": weight, "lm_head": weight.clone()}
-    assert mapper.trace(whole(both)) is None, "whether they are equal is seen by reading both"
-    assert torch.equal(mapper.apply(both)["lm_head"], weight)
-    for other, message in [
-        (weight + 1, "'embed' and 'lm_head' are tied, but their values differ"),
-        (weight.double(), r"one is \(3, 2\) of torch.float32, the other \(3, 2\) of torch.float64"),
-        (weight[:2], r"the other \(2, 2\)"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            mapper.apply({"embed": weight, "lm_head": other})
+@pytest.mark.parametrize(("num_heads", "repeats"), [(1, 4), (2, 3), (3, 1), (6, 2)])
+def test_heads_are_repeated_as_torch_repeats(num_heads: int, repeats: int):
+    weight = torch.arange(24.0).view(2, 12)
+    weight[0, 0] = float("nan")
+    heads = weight.view(2, num_heads, -1).repeat_interleave(repeats, 1).flatten(1)
+    mapper = ModelStateMapperRepeatHeads("w", "w", 1, num_heads, repeats)
+    torch.testing.assert_close(mapper.apply({"w": weight})["w"], heads, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(traced(mapper, {"w": weight})["w"], heads, rtol=0, atol=0, equal_nan=True)
+    back = mapper.inverse().apply({"w": heads})["w"]
+    torch.testing.assert_close(back, weight, rtol=0, atol=0, equal_nan=True)
+    if repeats == 1:
+        assert_maps(mapper.inverse(), {"w": torch.ones(2, 12)}, {"w": torch.ones(2, 12)})
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.bool])
-def test_ties_compare_every_dtype(dtype: torch.dtype):
-    values, other = torch.tensor([0.0, 1.0]).to(dtype), torch.tensor([1.0, 1.0]).to(dtype)
-    mapper = ModelStateMapperTie(["a", "b"], ["c"])
-    assert mapper.apply({"a": values, "b": values.clone()})["c"] is values
-    with pytest.raises(ValueError, match="differ"):
-        mapper.apply({"a": values, "b": other})
+def test_copies_of_a_head_that_differ_are_refused():
+    changed = KV_HEADS_TWICE.clone()
+    changed[10, 1] += 1  # the second copy of head 1
+    mapper = ModelStateMapperUnrepeatHeads("k", "h.k", 0, num_heads=2, repeats=2)
+    with pytest.raises(ValueError, match=r"'k' has copy 1 of head 1 that differs from copy 0.*export all 4 of them"):
+        mapper.apply({"k": changed})
 
 
-def test_dropped_tensors_may_be_missing_and_do_not_come_back():
-    mapper = ModelStateMapperDrop(["rotary.inv_freq", "position_ids"])
-    assert mapper.state_dependency_groups() == {
-        StateGroup(frozenset([name]), frozenset()) for name in ("rotary.inv_freq", "position_ids")
-    }
-    assert mapper.optional_inputs() == {"rotary.inv_freq", "position_ids"}
-    assert_maps(mapper, {"position_ids": torch.arange(3)}, {})
-    assert mapper.inverse().state_dependency_groups() == frozenset()
+def test_heads_that_cannot_be():
+    repeat, unrepeat = (
+        kind("k", "k", 0, num_heads=4, repeats=2)
+        for kind in (ModelStateMapperRepeatHeads, ModelStateMapperUnrepeatHeads)
+    )
+    with pytest.raises(ValueError, match=r"'k' has the size 6 along dimension 0.*multiple of 4 heads"):
+        repeat.apply({"k": KV_HEADS})
+    with pytest.raises(ValueError, match=r"'k' has the size 12 along dimension 0.*multiple of 8 heads"):
+        unrepeat.apply({"k": KV_HEADS_TWICE})
+    with pytest.raises(ValueError, match="multiple of 8 heads"):
+        unrepeat.trace(whole({"k": KV_HEADS_TWICE}))
+    with pytest.raises(IndexError, match=r"'k' of shape \(\) has no dimension 0"):
+        repeat.apply({"k": torch.tensor(1)})
+    with pytest.raises(ValueError, match=r"'k': num_heads \(0\) and repeats \(2\) must be positive"):
+        ModelStateMapperRepeatHeads("k", "k", 0, 0, 2)
+
+
+def test_thousands_of_copies_are_not_read_one_by_one():
+    mapper = ModelStateMapperRepeatHeads("k", "k", 0, num_heads=3000, repeats=2)
+    heads = torch.arange(3000)
+    assert mapper.trace(whole({"k": heads})) is None
+    assert torch.equal(mapper.apply({"k": heads})["k"], heads.repeat_interleave(2))
 
 
 @pytest.mark.world_size(2)
@@ -233,13 +206,13 @@ def test_distributed_tensors_give_the_same():
     mesh = init_device_mesh("cpu", (2,))
     embedding = torch.arange(26.0).view(13, 2)
     fused = INTERLEAVED_QKV
-    cases: list[tuple[ModelStateMapper, Tensors, Tensors]] = [
+    cases: list[Case] = [
         (ModelStateMapperInterleavedToStacked("a", "a", 0, GROUP_SIZES, 2), {"a": fused}, {"a": STACKED_QKV}),
         (ModelStateMapperStackedToInterleaved("a", "a", 0, GROUP_SIZES, 2), {"a": STACKED_QKV}, {"a": fused}),
         (ModelStateMapperSlice("a", "b", 0, 3, 5), {"a": fused}, {"b": fused[3:8]}),
         (ModelStateMapperPadRows("a", 15), {"a": embedding}, {"a": torch.cat([embedding, torch.zeros(2, 2)])}),
-        (ModelStateMapperCast("a", torch.float16), {"a": embedding}, {"a": embedding.half()}),
-        (ModelStateMapperTie(["a", "b"], ["c"]), {"a": embedding, "b": embedding}, {"c": embedding}),
+        (ModelStateMapperRepeatHeads("a", "b", 0, 2, 2), {"a": KV_HEADS}, {"b": KV_HEADS_TWICE}),
+        (ModelStateMapperUnrepeatHeads("b", "a", 0, 2, 2), {"b": KV_HEADS_TWICE}, {"a": KV_HEADS}),
     ]
     for mapper, group, expected in cases:
         for placement in (Shard(0), Shard(1)):
@@ -250,11 +223,9 @@ def test_distributed_tensors_give_the_same():
 
 
 @pytest.mark.world_size(2)
-def test_a_tie_that_differs_on_one_rank_only_is_refused_on_both():
+def test_copies_that_differ_on_one_rank_only_are_refused_on_both():
     mesh = init_device_mesh("cpu", (2,))
-    full = torch.arange(4.0)
-    other = full.clone()
-    other[3] += 1
-    group = {name: distribute_tensor(tensor, mesh, [Shard(0)]) for name, tensor in [("a", full), ("b", other)]}
-    with pytest.raises(ValueError, match="'a' and 'b' are tied, but their values differ"):
-        ModelStateMapperTie(["a", "b"], ["c"]).apply(group)
+    changed = KV_HEADS_TWICE.clone()
+    changed[11, 1] += 1
+    with pytest.raises(ValueError, match="'k' has copy 1 of head 1 that differs"):
+        ModelStateMapperUnrepeatHeads("k", "k", 0, 2, 2).apply({"k": distribute_tensor(changed, mesh, [Shard(0)])})

@@ -2,13 +2,24 @@
 
 import pytest
 
-from d9d.model_state.mapper.names import NearestNames, distinct, listed
+from d9d.model_state.mapper.names import NearestNames, capped, distinct, listed
 
 
 def test_lists_are_sorted_and_bounded():
     assert listed(["b", "a"]) == "'a', 'b'"
     assert listed([]) == ""
     assert listed(map(str, range(12)), limit=2) == "'0', '1' and 10 more"
+
+
+def test_descriptions_are_bounded_and_keep_their_order():
+    assert capped([3, 1, 2]) == "3, 1, 2"
+    assert capped([3, 1, 2], limit=2) == "3, 1 and 1 more"
+    assert capped(["b", "a", "c"], 1, repr, by_line=True) == "'b'\nand 2 more"
+    assert capped(["b", "a"], by_line=True) == "b\na"
+    assert capped([]) == ""
+    described: list[int] = []
+    capped(range(100), 2, lambda item: str(described.append(item)))
+    assert described == [0, 1]
 
 
 def test_the_nearest_name_is_found_among_many():
