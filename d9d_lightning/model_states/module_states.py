@@ -143,11 +143,14 @@ class ModuleStates:
         with failing_together(context):
             own = _tensors(module)
             whole = own if cut is None else cut.state_names
+            # Other stages read the rest.
+            expected: Collection[str] = whole
             mapper = self._load_mapper
             if mapper is None:
                 mapper = identity_mapper_from_names(own)
-            elif cut is not None:
-                mapper = part_to_load(mapper, own, whole)
+            else:
+                expected = {name for group in mapper.state_dependency_groups() for name in group.inputs}
+                mapper = mapper if cut is None else part_to_load(mapper, own, whole)
             load_model_state(
                 source,
                 mapper,
@@ -155,6 +158,7 @@ class ModuleStates:
                 module,
                 module.trainer.progress_bar_callback is not None,
                 keep=_kept(self._options.keep_initial, own, whole),
+                expected=expected,
                 cache_root=huggingface_cache_root(source),
             )
 

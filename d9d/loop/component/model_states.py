@@ -1,9 +1,10 @@
 """Load the stages of this rank from a model state, and export them to one."""
 
+import fnmatch
 import glob
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -20,7 +21,7 @@ from d9d.model_state.io.load import load_model_state
 from d9d.model_state.io.save import save_model_state, save_model_state_pipeline_parallel
 from d9d.model_state.mapper import ModelStateMapper
 from d9d.model_state.mapper.compose import ModelStateMapperParallel, ModelStateMapperSelectGroups
-from d9d.model_state.mapper.names import listed
+from d9d.model_state.mapper.names import NearestNames, listed
 
 __all__ = ["ModelStageExporter", "load_and_tie_stages"]
 
@@ -51,18 +52,21 @@ def load_and_tie_stages(
     if source is None:
         return tie_parameters(modules, ties, context)
     further = [_further_copies(stage, module, ties) for stage, module in enumerate(modules)]
+    whole = _whole_of(modules, built, context)
     loaded: list[tuple[str, nn.Parameter, torch.Tensor]] = []
     with failing_together(context):
         for module, result, copies in zip(modules, built, further, strict=True):
             mapper = _mapper_of(module, result)
+            kept = _kept(module, result.keep, whole.names)
             produced = {name for group in mapper.state_dependency_groups() for name in group.outputs}
-            keep = [*result.keep, *(glob.escape(name) for name in copies - produced)]
+            keep = [*kept, *(glob.escape(name) for name in copies - produced)]
             load_model_state(
                 source,
                 mapper,
                 str(context.current_device),
                 module,
                 keep=keep,
+                expected=whole.read,
                 cache_root=huggingface_cache_root(source),
             )
             loaded += [
@@ -79,6 +83,47 @@ def load_and_tie_stages(
                 f"in an earlier stage. Load both from one tensor, or do not tie them (tied_parameters())."
             )
     return tied
+
+
+class _Whole(NamedTuple):
+    """What all stages together have, and read of a model state."""
+
+    names: frozenset[str]
+    read: frozenset[str]
+
+
+# Any: only the job knows the types of its stages.
+def _whole_of(
+    modules: Sequence[nn.Module], built: Sequence[InitializeModelStageResult[Any]], context: DistributedContext
+) -> _Whole:
+    """Put together what the stages of all ranks have. All ranks must call it."""
+    names = {name for module in modules for name in module.state_dict()}
+    # A provider that has never loaded anything may have left a mapper out, which is said later.
+    mappers: list[ModelStateMapper | None] = [result.state_mapper for result in built]
+    read = {
+        name
+        for mapper in mappers
+        if mapper is not None
+        for group in mapper.state_dependency_groups()
+        for name in group.inputs
+    }
+    parts = [(names, read)]
+    if context.mesh_params.has_pipeline_parallel:
+        parts = all_gather_object((names, read), context.pipeline_group)
+    own, reads = zip(*parts, strict=True)
+    return _Whole(frozenset[str]().union(*own), frozenset[str]().union(*reads))
+
+
+def _kept(module: nn.Module, patterns: Sequence[str], whole: Collection[str]) -> list[str]:
+    """Return the patterns that match names of a stage.
+
+    Raises:
+        ValueError: If one matches no name of any stage.
+    """
+    unused = [pattern for pattern in patterns if not fnmatch.filter(whole, pattern)]
+    if unused:
+        raise ValueError(f"keep matches nothing of any stage: {NearestNames(whole).described(unused)}.")
+    return [pattern for pattern in patterns if fnmatch.filter(module.state_dict(), pattern)]
 
 
 def _mapper_of(module: nn.Module, result: InitializeModelStageResult[Any]) -> ModelStateMapper:

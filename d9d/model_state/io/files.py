@@ -149,8 +149,8 @@ def _nothing_usable(src: Path, found: list[str], leftovers: list[str], shards: l
 def _refuse_bin(path: Path) -> str:
     return (
         f"{path} is in PyTorch's own format, a pickle, which may run code of its author when it is read. Convert it to "
-        f".safetensors where you trust it, or pass allow_bin=True to read nothing but plain tensors from it "
-        f"(torch.load with weights_only=True)."
+        f".safetensors where you trust it: python -m d9d convert SRC DST --allow-bin reads nothing but plain tensors (torch.load "
+        f"with weights_only=True), and so does allow_bin=True of the functions that load."
     )
 
 

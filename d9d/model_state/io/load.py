@@ -17,7 +17,8 @@ import dataclasses
 import itertools
 import math
 import operator
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, NoReturn
 
@@ -36,6 +37,7 @@ from d9d.model_state.io.progress import progress_bar
 from d9d.model_state.io.reader import apply_group, read_inputs
 from d9d.model_state.io.source import ModelStateSource, open_model_state
 from d9d.model_state.mapper.base import ModelStateMapper
+from d9d.model_state.mapper.names import listed
 from d9d.model_state.mapper.pieces import Box, TensorPieces
 
 __all__ = ["fill_model", "load_model_state"]
@@ -47,7 +49,7 @@ LoadMode = Literal["each", "broadcast"]
 
 
 def load_model_state(
-    src_dir: Path,
+    src_dir: Path | str,
     mapper: ModelStateMapper,
     device: str | torch.device,
     model: nn.Module,
@@ -56,6 +58,7 @@ def load_model_state(
     *,
     load_mode: LoadMode = "each",
     keep: Sequence[str] = (),
+    expected: Collection[str] = (),
     process_group: dist.ProcessGroup | None = None,
     cache_root: Path | None = None,
     verify: bool = True,
@@ -86,6 +89,8 @@ def load_model_state(
             mappers without a trace, which may communicate themselves, run on every rank.
         keep: Patterns (`fnmatch`) of names that stay as they are; each must match one. Every other parameter, and every
             other persistent buffer, must be produced by the mapper.
+        expected: Tensors of the model state that the mapper need not read, as another one does. Rank 0 warns of all further
+            ones: weights that are left out without a word make another model. `ModelStateMapperDrop` says that it is meant.
         process_group: The ranks that fail together. None: all ranks for "broadcast", this one alone for "each".
         cache_root: See `open_model_state`.
         verify: See there. Every rank compares all files.
@@ -108,6 +113,7 @@ def load_model_state(
                 open_model_state(src_dir, cache_root=cache_root, verify=verify, allow_bin=allow_bin)
             )
             plan = plan_load(source, mapper, model, keep, f"The model state in {src_dir}, for this model,")
+            _warn_of_unread(src_dir, source, mapper, expected)
         fill_model(
             source,
             mapper,
@@ -401,6 +407,19 @@ def _broadcast(tensor: torch.Tensor) -> None:
         dist.broadcast(_as_bytes(sent), group=tensor.device_mesh.get_group(dim), group_src=0)
         if sent.data_ptr() != local.data_ptr():
             local.copy_(sent)
+
+
+def _warn_of_unread(
+    src_dir: Path | str, source: ModelStateSource, mapper: ModelStateMapper, expected: Collection[str]
+) -> None:
+    read = {name for group in mapper.state_dependency_groups() for name in group.inputs}
+    unread = source.tensors.keys() - read - set(expected)
+    if unread and not (dist.is_initialized() and dist.get_rank()):
+        warnings.warn(
+            f"{len(unread)} tensors of the model state in {src_dir} are not read, so the model does without them: "
+            f"{listed(unread)}. Map them, or name them in a ModelStateMapperDrop if that is meant.",
+            stacklevel=3,
+        )
 
 
 def _participants(group: dist.ProcessGroup | None) -> Participants:

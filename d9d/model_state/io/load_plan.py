@@ -18,7 +18,7 @@ from d9d.model_state.io.model_tensors import Target, find_targets
 from d9d.model_state.io.problems import raise_problems
 from d9d.model_state.io.reader import Foreseen, ReadableGroup, foresee_group, missing_text, order_groups
 from d9d.model_state.io.source import ModelStateSource
-from d9d.model_state.mapper.base import ModelStateMapper, StateGroup, runnable_groups
+from d9d.model_state.mapper.base import ModelStateMapper, StateGroup, require_mapper, runnable_groups
 from d9d.model_state.mapper.names import NearestNames, listed
 from d9d.model_state.mapper.pieces import TensorPieces
 
@@ -70,6 +70,7 @@ def plan_load(
     Raises:
         ValueError: With everything that does not fit.
     """
+    require_mapper(mapper)
     problems: list[str] = []
     targets, kept = find_targets(model, keep, problems)
     producers = _check_outputs_against(targets, mapper.state_dependency_groups(), problems)

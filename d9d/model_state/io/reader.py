@@ -65,7 +65,7 @@ class Foreseen:
 
 
 def read_model_state(
-    src_dir: Path,
+    src_dir: Path | str,
     mapper: ModelStateMapper,
     device: str | torch.device,
     show_progress: bool = True,

@@ -31,7 +31,7 @@ from d9d.model_state.io.participants import Participants
 from d9d.model_state.io.progress import progress_bar
 from d9d.model_state.io.shard_file import stored_bytes
 from d9d.model_state.io.writer import check_mesh_dim
-from d9d.model_state.mapper.base import ModelStateMapper, StateGroup, runnable_groups
+from d9d.model_state.mapper.base import ModelStateMapper, StateGroup, require_mapper, runnable_groups
 from d9d.model_state.mapper.names import NearestNames, listed
 
 __all__ = [
@@ -75,7 +75,7 @@ class BackgroundExport:
 
 
 def save_model_state(
-    dest_dir: Path,
+    dest_dir: Path | str,
     mapper: ModelStateMapper,
     model: nn.Module,
     shard_size_gb: float = 4.0,
@@ -119,7 +119,7 @@ def save_model_state(
 
 
 def save_model_state_in_background(
-    dest_dir: Path,
+    dest_dir: Path | str,
     mapper: ModelStateMapper,
     model: nn.Module,
     shard_size_gb: float = 4.0,
@@ -157,7 +157,7 @@ def save_model_state_in_background(
 
 
 def save_model_state_pipeline_parallel(
-    dest_dir: Path,
+    dest_dir: Path | str,
     mapper: ModelStateMapper,
     device_mesh: DeviceMesh,
     pipeline_dim_name: str,
@@ -199,7 +199,7 @@ def save_model_state_pipeline_parallel(
 
 
 def save_model_state_pipeline_parallel_in_background(
-    dest_dir: Path,
+    dest_dir: Path | str,
     mapper: ModelStateMapper,
     device_mesh: DeviceMesh,
     pipeline_dim_name: str,
@@ -281,7 +281,7 @@ def _ranks_of_mesh(device_mesh: DeviceMesh, pipeline_dim_name: str) -> _Ranks:
 
 @torch.no_grad()
 def _save(
-    dest_dir: Path,
+    dest_dir: Path | str,
     mapper: ModelStateMapper,
     models: Sequence[nn.Module],
     ranks: _Ranks,
@@ -294,10 +294,11 @@ def _save(
     """Write, or hand to a thread, everything that is this rank's to write. A collective of all ranks."""
     with ranks.everyone.failing_together():
         options.check()
+        require_mapper(mapper)
         plan = _plan(mapper, _merged_state(models), ranks.peers.size, options)
     _check_same_plan(plan, ranks)
     outputs = plan.outputs_of(ranks.peers.rank)
-    export = Export(dest_dir, ranks.everyone, options, outputs, in_background=in_background)
+    export = Export(Path(dest_dir), ranks.everyone, options, outputs, in_background=in_background)
     is_first = ranks.everyone.rank == 0
     bar = progress_bar(len(plan.groups), "group", "writing", show_progress, position, is_first=is_first)
     try:

@@ -98,7 +98,7 @@ class ModelStateSource(abc.ABC):
 
 
 def open_model_state(
-    src_dir: Path, *, cache_root: Path | None = None, verify: bool = True, allow_bin: bool = False
+    src_dir: Path | str, *, cache_root: Path | None = None, verify: bool = True, allow_bin: bool = False
 ) -> ModelStateSource:
     """Open a model state. Reads headers only, unless there is a manifest to verify. See [Note: what a source checks].
 
@@ -114,7 +114,7 @@ def open_model_state(
         FileNotFoundError: If there is nothing at the path.
         ValueError: If anything is wrong with index, files or manifest; all of it in one error.
     """
-    files = find_files(src_dir, cache_root=cache_root, allow_bin=allow_bin)
+    files = find_files(Path(src_dir), cache_root=cache_root, allow_bin=allow_bin)
     raise_problems(f"The model state in {src_dir}", files.problems)
     contents = _read_pickles(files) if files.is_pickle else _read_headers(files)
     raise_problems(f"The model state in {src_dir}", contents.problems)
@@ -124,7 +124,7 @@ def open_model_state(
 
 
 def examine_model_state(
-    src_dir: Path, *, cache_root: Path | None = None, allow_bin: bool = False
+    src_dir: Path | str, *, cache_root: Path | None = None, allow_bin: bool = False
 ) -> ModelStateExamination:
     """Find out what a model state holds and what is wrong with it, as far as that can be told without reading tensors.
 
@@ -136,7 +136,7 @@ def examine_model_state(
     Raises:
         FileNotFoundError: If there is nothing at the path.
     """
-    files = find_files(src_dir, cache_root=cache_root, allow_bin=allow_bin)
+    files = find_files(Path(src_dir), cache_root=cache_root, allow_bin=allow_bin)
     contents = _read_pickles(files) if files.is_pickle else _read_headers(files)
     return ModelStateExamination(
         files=files.paths,

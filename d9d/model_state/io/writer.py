@@ -22,7 +22,7 @@ __all__ = ["write_model_state_distributed", "write_model_state_local", "write_mo
 
 
 def write_model_state_local(
-    dest_dir: Path,
+    dest_dir: Path | str,
     mapper: ModelStateMapper,
     state_generator: Iterable[tuple[str, torch.Tensor]],
     shard_size_gb: float = 4.0,
@@ -54,7 +54,7 @@ def write_model_state_local(
 
 
 def write_model_state_distributed(
-    dest_dir: Path,
+    dest_dir: Path | str,
     mapper: ModelStateMapper,
     state_generator: Iterable[tuple[str, torch.Tensor]],
     process_group: dist.ProcessGroup,
@@ -91,7 +91,7 @@ def write_model_state_distributed(
 
 
 def write_model_state_pipeline_parallel(
-    dest_dir: Path,
+    dest_dir: Path | str,
     mapper: ModelStateMapper,
     state_generator: Iterable[tuple[str, torch.Tensor]],
     device_mesh: DeviceMesh,
@@ -141,7 +141,7 @@ def check_mesh_dim(device_mesh: DeviceMesh, name: str) -> None:
 
 
 def _write(
-    dest_dir: Path,
+    dest_dir: Path | str,
     mapper: ModelStateMapper,
     state_generator: Iterable[tuple[str, torch.Tensor]],
     participants: Participants,
@@ -153,7 +153,7 @@ def _write(
 ) -> None:
     with participants.failing_together():
         waiting = _WaitingGroups(mapper)
-    export = Export(dest_dir, participants, options, waiting.output_names if is_writer else ())
+    export = Export(Path(dest_dir), participants, options, waiting.output_names if is_writer else ())
     is_first = participants.rank == 0
     bar = progress_bar(waiting.num_groups, "group", "writing", show_progress, position, is_first=is_first)
     try:

@@ -100,6 +100,15 @@ class ModelStateMapper(abc.ABC):
         return "\n".join(f"{group}  ({name})" for group in ordered_groups(self.state_dependency_groups()))
 
 
+def require_mapper(mapper: object) -> None:
+    """Raise TypeError for what is no mapper, such as a function that returns one."""
+    if not isinstance(mapper, ModelStateMapper):
+        raise TypeError(
+            f"a ModelStateMapper is needed, not {mapper!r}. Call a function that returns one; where the names stay as they "
+            f"are, it is d9d.model_state.mapper.adapters.identity_mapper_from_module(model)."
+        )
+
+
 def ordered_groups(groups: Iterable[StateGroup]) -> list[StateGroup]:
     """Return groups in an order that depends on names only, and so is the same in every process."""
     # One name decides, as groups share no inputs.

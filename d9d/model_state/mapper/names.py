@@ -71,8 +71,11 @@ def distinct(what: str, names: Iterable[str]) -> tuple[str, ...]:
     """Return names as they are.
 
     Raises:
+        TypeError: If it is one text.
         ValueError: If there are none, or one is there twice.
     """
+    if isinstance(names, str):
+        raise TypeError(f"{what} must be a list of names, not the text {names!r}.")
     names = tuple(names)
     twice = {name for name, count in Counter(names).items() if count > 1}
     if not names or twice:

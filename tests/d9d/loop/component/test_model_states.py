@@ -234,6 +234,19 @@ def test_patterns_keep_initial_values(tmp_path: Path):
         build(context, Provider(omits=omits, keep=("mix.*.weight",)), source)
 
 
+@pytest.mark.world_size(2)
+def test_patterns_may_match_in_one_stage_only(tmp_path: Path):
+    """The embedding is in the first stage; what no stage has is misspelt."""
+    context = DeviceMeshParameters(pipeline_parallel=2).build()
+    source = write_source(tmp_path, foreign_tensors(2))
+    omits = ("embed.weight",)
+    build(context, Provider(omits=omits, keep=("embed.*",)), source)
+    with pytest.raises(
+        ValueError, match=r"keep matches nothing of any stage: 'embd\.weight' \(nearest: 'embed\.weight'\)"
+    ):
+        build(context, Provider(omits=omits, keep=("embd.weight",)), source)
+
+
 def test_a_provider_without_mapper(tmp_path: Path):
     class Forgetful(Provider):
         def initialize_model_stage(self, context: InitializeModelStageContext) -> InitializeModelStageResult[Stage]:

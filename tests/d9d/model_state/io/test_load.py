@@ -3,12 +3,14 @@
 import itertools
 import math
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -17,8 +19,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from d9d.core.dist_context import DENSE_DOMAIN, DeviceMeshParameters
 from d9d.core.placement import local_tensor
-from d9d.model_state.io.load import fill_model
+from d9d.model_state.io.load import fill_model, load_model_state
 from d9d.model_state.io.load_plan import plan_load
+from d9d.model_state.io.save import save_model_state
 from d9d.model_state.io.source import open_model_state
 from d9d.model_state.mapper.adapters import identity_mapper_from_module
 from d9d.model_state.mapper.base import ModelStateMapper, StateGroup
@@ -27,6 +30,7 @@ from d9d.model_state.mapper.leaf import (
     ModelStateMapperCast,
     ModelStateMapperConcatenateTensors,
     ModelStateMapperDistribute,
+    ModelStateMapperDrop,
     ModelStateMapperIdentity,
     ModelStateMapperPadRows,
     ModelStateMapperRename,
@@ -705,3 +709,34 @@ def test_many_tensors_take_little_time(tmp_path: Path):
         durations.append(time.process_time() - start)
         assert model.get_buffer(f"b{num_tensors - 1}").tolist() == [num_tensors - 1] * 2
     assert durations[1] < 24 * durations[0]
+
+
+# What newcomers do
+
+
+def test_tensors_that_are_not_read_are_told(tmp_path: Path):
+    write(tmp_path, {"x": torch.ones(2), "x.bias": torch.ones(2), "y.bias": torch.ones(2)})
+    with pytest.warns(UserWarning, match=r"2 tensors .* are not read.*'x\.bias', 'y\.bias'.*ModelStateMapperDrop"):
+        load(tmp_path, identity("x"), Tensors(x=torch.zeros(2)))
+    dropped = ModelStateMapperParallel([identity("x"), ModelStateMapperDrop(["x.bias"])])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load(tmp_path, dropped, Tensors(x=torch.zeros(2)), expected=["y.bias"])
+
+
+def test_paths_may_be_texts(tmp_path: Path):
+    write(tmp_path, {"x": torch.ones(2)})
+    model = Tensors(x=torch.zeros(2))
+    load_model_state(str(tmp_path), identity("x"), "cpu", model, show_progress=False)
+    save_model_state(str(tmp_path / "out"), identity("x"), model, show_progress=False)
+    assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["x"], torch.ones(2))
+
+
+@pytest.mark.parametrize("mapper", [None, identity, [identity("x")]])
+def test_what_is_no_mapper_is_refused(mapper, tmp_path: Path):
+    write(tmp_path, {"x": torch.ones(2)})
+    model = Tensors(x=torch.zeros(2))
+    with pytest.raises(TypeError, match=r"a ModelStateMapper is needed.*identity_mapper_from_module"):
+        load(tmp_path, mapper, model)
+    with pytest.raises(TypeError, match=r"a ModelStateMapper is needed"):
+        save_model_state(tmp_path / "out", mapper, model, show_progress=False)

@@ -143,3 +143,8 @@ def test_wrong_names_are_refused():
 @pytest.mark.parametrize("case", [case for case in CASES if can_be_distributed(CASES[case])])
 def test_distributed_tensors_give_the_same(case: str):
     assert_distributed_gives_the_same(CASES[case])
+
+
+def test_a_text_is_no_list_of_names():
+    with pytest.raises(TypeError, match="source_names must be a list of names, not the text 'qkv'"):
+        ModelStateMapperConcatenateTensors("qkv", "b", 0)
