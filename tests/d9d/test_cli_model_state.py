@@ -35,6 +35,8 @@ class Slow(ModelStateMapper):
     def state_dependency_groups(self):
         return frozenset([StateGroup(inputs=frozenset([self.name]), outputs=frozenset([self.name]))])
     def apply(self, group):
+        if any(tensor.is_meta for tensor in group.values()):
+            return group  # it is tried without data first
         os.write(1, b"working\\n")  # at once, as several do it
         time.sleep(100)
 
