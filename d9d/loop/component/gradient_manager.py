@@ -1,11 +1,13 @@
 """The gradients of a step: summed over ranks, divided once by the weight of all microbatches."""
 
 import contextlib
+import itertools
 from collections.abc import Generator
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from d9d.core.device import HostCopy, accumulator_dtype, join_stream, side_stream
 from d9d.core.dist_context import DistributedContext
@@ -35,6 +37,7 @@ class GradientManager:
     ) -> None:
         """Describe the gradients; `install` allocates them."""
         self._data_group = dist_context.data_group
+        self._replica_group = dist_context.replica_group
         self._device = dist_context.current_device
         self._config = config
         self._is_pipelined = dist_context.mesh_params.has_pipeline_parallel
@@ -69,12 +72,14 @@ class GradientManager:
         """Hold the gradients while the block runs, and leave the parameters without any afterwards.
 
         Raises:
-            NotImplementedError: If the config asks for gradients of another dtype than that of sharded parameters.
+            NotImplementedError: If the config asks for gradients of another dtype than that of sharded parameters, or a
+                parameter is distributed over some ranks without being so over those with other data.
             ValueError: If copies of a tied weight have come to differ since they were built, as one was frozen.
         """
         if self._config.torch_grad_dtype is not None:
             for parameter in (parameter for group in self._parameters for parameter in group):
                 _set_grad_dtype(parameter, self._config.torch_grad_dtype)
+        self._refuse_unsummed()
         self._tied_gradients.refuse_differences()
         self._synchronizer.bind()
         try:
@@ -84,6 +89,22 @@ class GradientManager:
             for fsdp in self._fsdp:
                 fsdp.abandon_pack()
             self._start_totals_anew()
+
+    def _refuse_unsummed(self) -> None:
+        """Refuse parameters whose gradients nobody would sum over the ranks with other data."""
+        group = self._replica_group
+        data_ranks = set[int]() if group is None else set(dist.get_process_group_ranks(group))
+        shapes = {
+            str(parameter.device_mesh.mesh_dim_names): tuple(parameter.shape)
+            for parameter in itertools.chain.from_iterable(self._parameters)
+            if isinstance(parameter, DTensor) and not data_ranks <= set(parameter.device_mesh.mesh.flatten().tolist())
+        }
+        if shapes:
+            raise NotImplementedError(
+                f"parameters are distributed over a mesh without the data-parallel ranks, so that nobody would sum their "
+                f"gradients over these (dimensions of the mesh and shape of one of them: {shapes}). Distribute them over "
+                f"these ranks too: by parallelize_fsdp or parallelize_hsdp with shards, after tensor parallelism."
+            )
 
     def set_required_accumulations(self, require_accumulations: int) -> None:
         """Start a pack, before its first forward pass.

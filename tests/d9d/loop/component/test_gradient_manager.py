@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor, Shard
 
 from d9d.core.dist_context import DENSE_DOMAIN, REGULAR_DOMAIN, DeviceMeshParameters, DistributedContext
 from d9d.loop.component.gradient_clipper import GradientClipper
@@ -268,4 +269,20 @@ def test_fsdp_makes_gradients_of_its_own_dtype():
     with pytest.raises(NotImplementedError, match=r"grad_dtype \(torch.float32\).*MixedPrecisionPolicy"):
         installed.__enter__()
     with manager_of(context, module, grad_dtype="bfloat16").install():
+        pass
+
+
+@pytest.mark.world_size(2)
+def test_parameters_that_nobody_would_sum_are_refused():
+    """As tensor parallelism leaves them where replicas are not sharded: distributed, but not over the replicas."""
+    context = context_of(data_parallel_replicate=2)
+    module = build()
+    mesh = context.mesh_for(DENSE_DOMAIN)
+    module[0].weight = nn.Parameter(DTensor.from_local(module[0].weight.detach(), mesh["tp"], [Shard(0)]))
+    parallelize_replicate(module, mesh["dp_replicate", "dp_cp_shard"])
+    manager = manager_of(context, module)
+    with (
+        pytest.raises(NotImplementedError, match=r"without the data-parallel ranks.*'tp'.*\(5, 3\)"),
+        manager.install(),
+    ):
         pass
