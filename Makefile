@@ -11,6 +11,8 @@ TEST_JOBS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+# One thread for each process: ranks of two parts that wait for their threads would keep each other from running.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile
 TWO_RANKS := OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 2
 
 # The pinned pyright is the one we want: do not look for a newer one.
@@ -33,10 +35,10 @@ demo: $(INSTALLED) ## train a digits classifier on four CPU processes
 	$(BIN)/python examples/digits/train.py
 
 test: check ## run the checks and the whole test suite
-	$(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile $(PYTEST_ARGS)
+	$(PYTEST) $(PYTEST_ARGS)
 
 test-exhaustive: $(INSTALLED) ## run every combination of schedules, ranks and microbatches: some minutes
-	$(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile -m exhaustive $(PYTEST_ARGS)
+	$(PYTEST) -m exhaustive $(PYTEST_ARGS)
 
 check: $(INSTALLED) ## lint, format, types and import layers (nothing is changed)
 	$(BIN)/ruff check
