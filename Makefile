@@ -6,7 +6,7 @@ PIP_ARGS ?=
 # Further arguments for pytest, for example: PYTEST_ARGS="-k mesh -x"
 PYTEST_ARGS ?=
 # Parts of the suite that run at once, each with ranks of its own; 0 runs all in one, which shows output as it comes.
-TEST_JOBS ?= 2
+TEST_JOBS ?= 0
 
 VENV := .venv
 BIN := $(VENV)/bin
