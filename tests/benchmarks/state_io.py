@@ -90,7 +90,9 @@ def write_checkpoint(directory: Path, num_layers: int) -> None:
 def build_mapper(num_layers: int) -> ModelStateMapper:
     return ModelStateMapperParallel(
         [
-            ModelStateMapperConcatenateTensors([f"model.{layer}.{part}" for part in PARTS], f"layer{layer}", 0)
+            ModelStateMapperConcatenateTensors(
+                [f"model.{layer}.{part}" for part in PARTS], f"layer{layer}", 0, sizes=[HIDDEN] * len(PARTS)
+            )
             for layer in range(num_layers)
         ]
     )
