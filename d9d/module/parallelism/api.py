@@ -9,7 +9,10 @@ from d9d.module.parallelism.tensor_blocks import (
     parallelize_tensor_embedding,
     parallelize_tensor_ffn,
     parallelize_tensor_head,
+    parallelize_tensor_latent_attention,
+    parallelize_tensor_moe,
     parallelize_tensor_norm,
+    parallelize_tensor_pooling_head,
 )
 
 __all__ = [
@@ -22,5 +25,8 @@ __all__ = [
     "parallelize_tensor_embedding",
     "parallelize_tensor_ffn",
     "parallelize_tensor_head",
+    "parallelize_tensor_latent_attention",
+    "parallelize_tensor_moe",
     "parallelize_tensor_norm",
+    "parallelize_tensor_pooling_head",
 ]
