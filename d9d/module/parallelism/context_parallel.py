@@ -97,6 +97,7 @@ class ContextParallelSdpa(nn.Module):
         self._sharding = sharding
         self._method = method
         self._allows_fused = isinstance(backend, TorchSdpaBackend) and backend.may_use_flash
+        self.context_parallel_degree = sharding.num_ranks
         self.window_size = backend.window_size
         self.sinks: AttentionSinks | None = backend.sinks
 
