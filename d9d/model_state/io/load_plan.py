@@ -83,7 +83,7 @@ def plan_load(
     for readable in order_groups(wanted, source.tensors):
         names = [name for name in sorted(readable.group.outputs) if name in available]
         try:
-            foreseen = foresee_group(mapper, readable, source.tensors)
+            foreseen = foresee_group(mapper, readable.group, {name: source.tensors[name] for name in readable.inputs})
         except ValueError as error:
             problems.append(str(error))
             continue

@@ -108,13 +108,39 @@ class Piece:
                 f"read {tuple(values.shape)} of '{self.source}' where {self.source_box.shape} was asked for, from "
                 f"{self.source_box.start} on."
             )
-        kept = [dim for dim in self.dims if dim is not None]
-        gone = [dim for dim in range(values.ndim) if dim not in kept]
-        entries = [None if dim is None else slice(None) for dim in self.dims]
-        values = values.permute(kept + gone)[(*entries, *(0 for _ in gone))]
+        values = self.arranged(values)
         for dtype in self.dtypes:
             values = values.to(dtype)
         part.copy_(values)
+
+    def arranged(self, values: torch.Tensor) -> torch.Tensor:
+        """Return values of the source box as a view in the shape of the box; `dtypes` are left to the caller."""
+        kept = [dim for dim in self.dims if dim is not None]
+        gone = [dim for dim in range(values.ndim) if dim not in kept]
+        entries = [None if dim is None else slice(None) for dim in self.dims]
+        return values.permute(kept + gone)[(*entries, *(0 for _ in gone))]
+
+    def within_source(self, box: Box) -> "Piece | None":
+        """Return what of the piece comes from a box of its source, at its place in the tensor; None if nothing does.
+
+        Zeros come from no source.
+        """
+        if self.source is None:
+            return None
+        start, shape = list(self.box.start), list(self.box.shape)
+        source_start, source_shape = list(self.source_box.start), list(self.source_box.shape)
+        for source_dim, (own_start, size) in enumerate(zip(source_start, source_shape, strict=True)):
+            first = max(own_start, box.start[source_dim])
+            last = min(own_start + size, box.start[source_dim] + box.shape[source_dim])
+            if first >= last:
+                return None
+            source_start[source_dim], source_shape[source_dim] = first, last - first
+            if source_dim in self.dims:
+                dim = self.dims.index(source_dim)
+                start[dim] += first - own_start
+                shape[dim] = last - first
+        placed, source_box = Box(tuple(start), tuple(shape)), Box(tuple(source_start), tuple(source_shape))
+        return Piece(placed, self.source, source_box, self.dims, self.dtypes)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
