@@ -38,8 +38,8 @@ def local_boxes(tensor: torch.Tensor) -> tuple[LocalBox, ...]:
         NotImplementedError: If the placements are others than `Replicate` and shards of whole dimensions.
     """
     if not isinstance(tensor, DTensor):
-        shape = tuple(tensor.shape)
-        return (LocalBox(Box.whole(shape), Box.whole(shape)),) if tensor.numel() else ()
+        whole = Box.whole(tensor.shape)
+        return (LocalBox(whole, whole),) if tensor.numel() else ()
     local_shape = tuple(local_tensor(tensor).shape)
     coordinate = tensor.device_mesh.get_coordinate()
     if coordinate is None:

@@ -33,6 +33,7 @@ from d9d.model_state.io.file_layout import StoredTensor, lay_out
 from d9d.model_state.io.gathering import gather_to
 from d9d.model_state.io.laid_out_files import LaidOutFiles
 from d9d.model_state.io.participants import Participants
+from d9d.model_state.io.planning import without_garbage_collection
 from d9d.model_state.io.progress import progress_bar
 from d9d.model_state.io.reader import apply_group, foresee_group
 from d9d.model_state.io.stored_values import check_plain, check_writable_dtype, stored_dtype
@@ -98,7 +99,8 @@ def start_export(
         inputs = {name for group in groups for name in group.inputs}
         state = {name: state[name] for name in sorted(inputs & state.keys())}
     _check_same_plan(state, groups, ranks)
-    source = _PeerState(state, ranks.peers)
+    with without_garbage_collection():
+        source = _PeerState(state, ranks.peers)
     foreseen = _foresee(mapper, groups, source, ranks, options)
     layouts = lay_out((tensor for group in foreseen for tensor in group.outputs), options.shard_bytes)
     export = Export(Path(dest_dir), ranks.everyone, options)
@@ -112,7 +114,8 @@ def start_export(
                 files.create()
         machines = ranks.peers.gather(_machine(paths))
         files.share_reports([rank for rank, machine in enumerate(machines) if machine is not None])
-        assignment = assign(foreseen, state, layouts, source.holdings, machines)
+        with without_garbage_collection():
+            assignment = assign(foreseen, state, layouts, source.holdings, machines)
         is_first = ranks.everyone.rank == 0
         with progress_bar(len(groups), "group", "writing", show_progress, position, is_first=is_first) as bar:
             with export.noting_errors():
@@ -171,7 +174,7 @@ def _foresee(
     foreseen: list[ExportGroup] = []
     unknown: list[int] = []
     made: dict[int, list[StoredTensor]] = {}
-    with ranks.everyone.failing_together():
+    with ranks.everyone.failing_together(), without_garbage_collection():
         for name, tensor in source.tensors.items():
             check_plain(name, local_tensor(tensor))
         for number, group in enumerate(groups):

@@ -170,7 +170,6 @@ def apply_group(
     return outputs
 
 
-@torch.no_grad()
 def foresee_group(mapper: ModelStateMapper, group: StateGroup, inputs: Mapping[str, "Described"]) -> Foreseen:
     """Find out what a group makes of its inputs, without their data.
 
@@ -192,9 +191,10 @@ def foresee_group(mapper: ModelStateMapper, group: StateGroup, inputs: Mapping[s
         _check_outputs(mapper, group, pieces)
         return Foreseen(pieces, pieces)
     try:
-        outputs = mapper.apply(
-            {name: torch.empty(known.shape, dtype=known.dtype, device="meta") for name, known in inputs.items()}
-        )
+        with torch.no_grad():
+            outputs = mapper.apply(
+                {name: torch.empty(known.shape, dtype=known.dtype, device="meta") for name, known in inputs.items()}
+            )
     except (RuntimeError, TypeError):
         # Torch's own errors where a mapper looks at values, which there are none of. Running the group tells what is wrong.
         return Foreseen({}, None)

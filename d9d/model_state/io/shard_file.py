@@ -117,10 +117,11 @@ class ShardFile:
             OSError: Naming the path. The file is of no use then.
         """
         stored = stored_dtype(tensor.dtype, dtype)
-        self._check(name, tensor, stored)
+        entry_bytes = _entry_bytes(name, tensor, stored)
+        self._check(name, tensor, stored, entry_bytes)
         num_bytes = stored_bytes(tensor, dtype)
         # Taken before the entry is written, so that a name that waits counts.
-        self._free_header_bytes -= _entry_bytes(name, tensor, stored)
+        self._free_header_bytes -= entry_bytes
         if num_bytes % ALIGNMENT == 0:
             self._write(name, tensor, dtype)
         elif self._waiting_bytes + num_bytes <= _MAX_WAITING_BYTES:
@@ -152,13 +153,13 @@ class ShardFile:
         self._file.close()
         self._path.unlink(missing_ok=True)
 
-    def _check(self, name: str, tensor: torch.Tensor, stored: torch.dtype) -> None:
+    def _check(self, name: str, tensor: torch.Tensor, stored: torch.dtype, entry_bytes: int) -> None:
         check_writable_dtype(stored, name)
         check_name(name)
         if name in self._entries:
             raise ValueError(f"{name} is written a second time to {self._path}. Names must be unique.")
         check_plain(name, tensor)
-        if _entry_bytes(name, tensor, stored) > self._free_header_bytes:
+        if entry_bytes > self._free_header_bytes:
             raise ValueError(
                 f"the header of {self._path} has no room for {name[:80]}. Ask has_room_for() first, and begin another file; "
                 f"in an empty one, the name is too long."

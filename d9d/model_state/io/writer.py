@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from d9d.model_state.io.export import Export, ExportOptions
 from d9d.model_state.io.participants import Participants
+from d9d.model_state.io.planning import without_garbage_collection
 from d9d.model_state.io.progress import progress_bar
 from d9d.model_state.io.streamed_files import StreamedFiles
 from d9d.model_state.mapper.base import ModelStateMapper, StateGroup, ordered_groups, runnable_groups
@@ -152,7 +153,7 @@ def _write(
     *,
     is_writer: bool = True,
 ) -> None:
-    with participants.failing_together():
+    with participants.failing_together(), without_garbage_collection():
         waiting = _WaitingGroups(mapper)
     export = Export(Path(dest_dir), participants, options)
     names = waiting.output_names if is_writer else ()

@@ -98,7 +98,7 @@ class Piece:
 
     def copy_to(self, target: torch.Tensor, read: Callable[[str, Box], torch.Tensor]) -> None:
         """Read the piece and copy it to its place in a tensor."""
-        part = target[self.box.slices]
+        part = target if self.box.shape == target.shape else target[self.box.slices]
         if self.source is None:
             part.zero_()
             return
@@ -115,6 +115,8 @@ class Piece:
 
     def arranged(self, values: torch.Tensor) -> torch.Tensor:
         """Return values of the source box as a view in the shape of the box; `dtypes` are left to the caller."""
+        if self.dims == tuple(range(values.ndim)):
+            return values
         kept = [dim for dim in self.dims if dim is not None]
         gone = [dim for dim in range(values.ndim) if dim not in kept]
         entries = [None if dim is None else slice(None) for dim in self.dims]
@@ -338,7 +340,6 @@ class TensorPieces:
                 found = [piece for piece in cut if piece is not None]
         return tuple(found)
 
-    @torch.no_grad()
     def fill(self, target: torch.Tensor, box: Box, read: Callable[[str, Box], torch.Tensor]) -> None:
         """Copy a box of the tensor into memory, converting to its dtype and device. No communication.
 
@@ -352,6 +353,8 @@ class TensorPieces:
         """
         if tuple(target.shape) != box.shape:
             raise ValueError(f"cannot fill {tuple(target.shape)} with {box} of {_described(self)}.")
+        # Outside autograd, which `torch.no_grad` would take longer for than the copy of a small tensor.
+        target = target.detach()
         for piece in self.within(box):
             piece.copy_to(target, read)
 
