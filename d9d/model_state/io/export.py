@@ -15,6 +15,7 @@ from typing import final
 
 import torch
 
+from d9d.core.participants import Participants
 from d9d.model_state.io.export_directory import (
     WrittenShard,
     prepare_directory,
@@ -24,7 +25,6 @@ from d9d.model_state.io.export_directory import (
 )
 from d9d.model_state.io.export_lock import DirectoryLock
 from d9d.model_state.io.manifest import file_digest
-from d9d.model_state.io.participants import Participants
 from d9d.model_state.io.shard_file import (
     HEADER_FRAME_BYTES,
     ShardFile,

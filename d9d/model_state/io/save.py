@@ -25,9 +25,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from d9d.core.participants import Participants
 from d9d.core.placement import like_parameter, local_tensor
 from d9d.model_state.io.export import Export, ExportOptions
-from d9d.model_state.io.participants import Participants
 from d9d.model_state.io.progress import progress_bar
 from d9d.model_state.io.shard_file import stored_bytes
 from d9d.model_state.io.writer import check_mesh_dim

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from d9d.core.participants import Participants
 from d9d.model_state.io.export import Export, ExportOptions
-from d9d.model_state.io.participants import Participants
 from d9d.model_state.io.progress import progress_bar
 from d9d.model_state.mapper.base import ModelStateMapper, StateGroup, ordered_groups, runnable_groups
 from d9d.model_state.mapper.names import NearestNames
