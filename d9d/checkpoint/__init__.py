@@ -1,5 +1,6 @@
 """Training checkpoints: written atomically over all ranks, verified when they are read."""
 
+from d9d.checkpoint.documents import Document
 from d9d.checkpoint.folder import CheckpointFolder, SavedCheckpoint
 from d9d.checkpoint.load import OnCorrupt, find_checkpoint, load_state, read_metadata, verify_checkpoint
 from d9d.checkpoint.record import CommitRecord, FileDigest
@@ -9,6 +10,7 @@ __all__ = [
     "CheckpointFolder",
     "CheckpointSaver",
     "CommitRecord",
+    "Document",
     "FileDigest",
     "OnCorrupt",
     "SavedCheckpoint",

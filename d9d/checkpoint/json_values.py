@@ -1,20 +1,32 @@
 """Python values of states as JSON: what a checkpoint holds beside tensors, read back without running code.
 
-JSON has no tuples, bytes, dtypes and no keys but strings. Such values are objects of one entry, whose key begins with
-``!``: ``(1, 2)`` is ``{"!tuple": [1, 2]}``.
+JSON has no tuples, sets, bytes, dtypes, arrays and no keys but strings. Such values are objects of one entry, whose key
+begins with ``!``: ``(1, 2)`` is ``{"!tuple": [1, 2]}``.
 """
 
 import base64
+import dataclasses
 import json
 import math
 from typing import TypeAlias, cast
 
+import numpy as np
 import torch
 
-__all__ = ["Value", "from_json", "to_json"]
+__all__ = ["TensorReference", "Value", "from_json", "to_json"]
 
-Value: TypeAlias = "bool | int | float | str | bytes | torch.dtype | torch.Size | list[Value] | tuple[Value, ...] | dict[Value, Value] | None"
-"""What `to_json` takes. Values that equal one another may become one type: a NumPy float is read as a float."""
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TensorReference:
+    """Stands for a tensor that is saved beside the value, see [Note: documents]."""
+
+    number: str
+
+
+# `object`: a recursive type of all that can be saved would be longer than its checks.
+Value: TypeAlias = object
+"""What `to_json` takes: None, booleans, numbers, strings, bytes, dtypes, sizes, NumPy arrays of numbers, `TensorReference`, and
+lists, tuples, sets and dictionaries of them. NumPy numbers are read as arrays without dimensions are: as NumPy numbers."""
 _Json: TypeAlias = "bool | int | float | str | list[_Json] | dict[str, _Json] | None"
 
 _MARK = "!"
@@ -25,7 +37,7 @@ def to_json(value: Value, name: str) -> bytes:
     """Encode a value.
 
     Args:
-        value: None, booleans, numbers, strings, bytes, dtypes and sizes, in lists, tuples and dictionaries.
+        value: See `Value`.
         name: Where the value is, for the error.
 
     Raises:
@@ -48,29 +60,43 @@ def from_json(text: bytes, name: str) -> Value:
 
 def _encoded(value: object, name: str) -> _Json:
     match value:
+        case torch.Size():  # a tuple too
+            return {"!size": list(value)}
+        case list():
+            return [_encoded(item, f"{name}[{index}]") for index, item in enumerate(value)]
+        case tuple():
+            return {"!tuple": [_encoded(item, f"{name}[{index}]") for index, item in enumerate(value)]}
+        case set():
+            # In an order that is the same in every process: two savings of one state give the same bytes.
+            return {"!set": sorted((_encoded(item, name) for item in value), key=json.dumps)}
+        case dict():
+            return _encoded_dict(value, name)
+        case _:
+            return _encoded_leaf(value, name)
+
+
+def _encoded_leaf(value: object, name: str) -> _Json:
+    match value:
+        case np.ndarray() | np.generic() if value.dtype.kind in "biuf":
+            content = base64.b64encode(np.ascontiguousarray(value).tobytes()).decode()
+            return {"!numpy": [isinstance(value, np.generic), value.dtype.str, list(np.shape(value)), content]}
         case None | bool() | str():
             return value
         case int():
             return int(value)
         case float():
             return float(value) if math.isfinite(value) else {"!float": repr(float(value))}
-        case list():
-            return [_encoded(item, f"{name}[{index}]") for index, item in enumerate(value)]
-        case torch.Size():  # a tuple too
-            return {"!size": list(value)}
-        case tuple():
-            return {"!tuple": [_encoded(item, f"{name}[{index}]") for index, item in enumerate(value)]}
-        case dict():
-            return _encoded_dict(value, name)
         case bytes():
             return {"!bytes": base64.b64encode(value).decode()}
         case torch.dtype():
             return {"!dtype": str(value).removeprefix("torch.")}
+        case TensorReference():
+            return {"!tensor": value.number}
         case _:
             raise TypeError(
                 f"a checkpoint cannot hold {name}, of type {type(value).__module__}.{type(value).__qualname__}: nothing is "
-                f"pickled. Make state_dict() return tensors, numbers, strings, bytes, and lists, tuples or dictionaries "
-                f"of them."
+                f"pickled. Make state_dict() return tensors, arrays, numbers, strings, bytes, and lists, tuples, sets or "
+                f"dictionaries of them."
             )
 
 
@@ -101,6 +127,13 @@ def _decoded_marked(mark: str, content: _Json) -> Value:
             return torch.Size(cast(list[int], content))
         case "!tuple", list():
             return tuple(_decoded(item) for item in content)
+        case "!set", list():
+            return {_decoded(item) for item in content}
+        case "!tensor", str():
+            return TensorReference(content)
+        case "!numpy", [bool(is_number), str(dtype), list(shape), str(data)]:
+            array = np.frombuffer(base64.b64decode(data, validate=True), dtype).reshape(cast(list[int], shape))
+            return array[()] if is_number else array.copy()
         case "!dict", list():
             return {_decoded(key): _decoded(item) for key, item in cast(list[tuple[_Json, _Json]], content)}
         case "!bytes", str():

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from d9d.checkpoint.documents import filled, with_room
 from d9d.checkpoint.folder import CheckpointFolder, SavedCheckpoint
 from d9d.checkpoint.planners import ValuesAsJsonLoadPlanner
 from d9d.checkpoint.record import CommitRecord
@@ -99,16 +100,19 @@ def load_state(
     group: dist.ProcessGroup | None,
     *,
     may_be_left: Callable[[str], bool] = lambda key: False,
-) -> None:
-    """Read a checkpoint into a state, in place. All ranks must call it; blocks.
+) -> dict[str, Any]:
+    """Read a checkpoint into the tensors of a state. All ranks must call it; blocks.
 
     Each rank reads the parts of tensors that it has. Nothing is changed unless all of it fits.
 
     Args:
         path: Folder of the checkpoint.
-        state: Tensors, DTensors and values, which are replaced.
+        state: Tensors and DTensors, which are read into; values and documents.
         group: All ranks, over gloo; None for a process on its own.
         may_be_left: Tells by its key what the checkpoint may hold though no rank asks for it.
+
+    Returns:
+        The state, with values and the content of documents as they were saved.
 
     Raises:
         ValueError: If the checkpoint does not hold what is asked for, or holds something else too; on all ranks, with all
@@ -117,7 +121,8 @@ def load_state(
     participants = Participants([] if group is None else [group])
     with participants.failing_together():
         metadata = read_metadata(path)
-    flat, _ = flatten_state_dict(state)
+    saved_form = with_room(state, metadata)
+    flat, _ = flatten_state_dict(saved_form)
     with participants.failing_together():
         problems = _misfits(flat, metadata)
         if problems:
@@ -126,7 +131,8 @@ def load_state(
     if left:
         raise ValueError(_text(path, [f"it holds {key}, and the job has nothing of that name" for key in left]))
     with participants.failing_together():
-        _read(path, state, metadata)
+        _read(path, saved_form, metadata)
+        return filled(state, saved_form)
 
 
 def _read(path: Path, state: dict[str, Any], metadata: Metadata) -> None:

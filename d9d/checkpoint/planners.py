@@ -81,5 +81,12 @@ class ValuesAsJsonLoadPlanner(DefaultLoadPlanner):
 # Any: dictionaries and lists within one another.
 def _set_at(state: Any, path: tuple[str | int, ...], value: object) -> None:  # noqa: ANN401
     for part in path[:-1]:
-        state = state[part]
-    state[path[-1]] = value
+        state = state[_own_key(state, part)]
+    state[_own_key(state, path[-1])] = value
+
+
+def _own_key(state: Any, part: str | int) -> Any:  # noqa: ANN401
+    """Return the key of a dictionary that PyTorch has turned into a string."""
+    if isinstance(state, dict) and part not in state:
+        return next(key for key in state if str(key) == part)
+    return part

@@ -15,6 +15,7 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
 
+from d9d.checkpoint.documents import expanded
 from d9d.checkpoint.folder import CheckpointFolder, Probe, ignore_points
 from d9d.checkpoint.planners import ValuesAsJsonSavePlanner
 from d9d.checkpoint.record import CommitRecord, FileDigest
@@ -58,7 +59,7 @@ class CheckpointSaver:
         """Save a state. Blocks until it is committed or, in the background, until it is copied.
 
         Args:
-            state: Tensors, DTensors and plain values, in dictionaries and lists.
+            state: Tensors, DTensors, plain values and documents, in dictionaries and lists.
             step: Step after which it is saved.
             after_commit: Called on the first rank once the checkpoint is complete, by the thread that has written it.
 
@@ -116,7 +117,7 @@ class CheckpointSaver:
         """Agree on who writes what. The first rank alone learns of all."""
         is_first = self._participants.rank == 0
         with self._participants.failing_together():
-            planner.set_up_planner(state, writer.storage_meta(), is_first)
+            planner.set_up_planner(expanded(state), writer.storage_meta(), is_first)
             writer.set_up_storage_writer(is_first)
             local = writer.prepare_local_plan(planner.create_local_plan())
         plans = self._participants.gather_to_first(local)

@@ -4,6 +4,7 @@ import json
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -51,7 +52,29 @@ def test_floats_that_json_has_not():
     json.loads(to_json(math.nan, "key"), parse_constant=pytest.fail)  # any reader of JSON can read it
 
 
-@pytest.mark.parametrize("value", [{1, 2}, object(), torch.ones(1), print, 1j])
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.arange(6, dtype="<u4").reshape(2, 3).T,
+        np.float64(0.1),
+        np.bool_(True),
+        np.zeros((0, 2)),
+        np.array(7, dtype=">i2"),
+    ],
+)
+def test_numpy(array: Any):
+    read = from_json(to_json({"state": array}, "key"), "key")["state"]
+    assert type(read) is type(array)
+    assert read.dtype == array.dtype
+    np.testing.assert_array_equal(read, array)
+
+
+def test_sets_have_one_text():
+    assert from_json(to_json({"a", "b", 1}, "key"), "key") == {"a", "b", 1}
+    assert to_json({"a", "b", "c"}, "key") == to_json({"c", "a", "b"}, "key")
+
+
+@pytest.mark.parametrize("value", [frozenset(), object(), torch.ones(1), print, 1j, np.array(["a"]), np.array([None])])
 def test_others_are_refused_with_their_place(value: Any):
     with pytest.raises(TypeError, match=r"cannot hold task\.seen\[1\], of type .*nothing is pickled"):
         to_json({"seen": [0, value]}, "task")

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from d9d.checkpoint import CheckpointFolder, CheckpointSaver, find_checkpoint, load_state, verify_checkpoint
+from d9d.checkpoint import CheckpointFolder, CheckpointSaver, Document, find_checkpoint, load_state, verify_checkpoint
 from d9d.core.participants import Participants
 
 LOGGER = logging.getLogger("test")
@@ -77,9 +77,7 @@ def save(path: Path, placement: Shard | Replicate | None, *, in_background: bool
 def load(path: Path, placement: Shard | Replicate | None) -> None:
     found = find_checkpoint(CheckpointFolder(path, LOGGER), participants(), "raise", LOGGER)
     assert found is not None
-    empty = state(placement, filled=False)
-    load_state(found.path, empty, group())
-    check(empty)
+    check(load_state(found.path, state(placement, filled=False), group()))
 
 
 @pytest.mark.parametrize("in_background", [False, True])
@@ -202,7 +200,7 @@ def test_a_full_disk_fails_on_all_ranks_and_leaves_the_old_one(tmp_path: Path, i
 def test_values_that_json_has_not_are_refused_before_anything_is_committed(tmp_path: Path):
     saver = CheckpointSaver(CheckpointFolder(tmp_path, LOGGER), participants())
     with pytest.raises(TypeError, match=r"cannot hold task\.seen"):
-        saver.save({"task": {"seen": {1, 2}}}, 1)
+        saver.save({"task": {"seen": frozenset()}}, 1)
     assert CheckpointFolder(tmp_path, LOGGER).complete() == []
 
 
@@ -214,3 +212,26 @@ def test_checkpoints_are_read_by_torch(tmp_path: Path):
     torch.testing.assert_close(read["model"], tensors(None, filled=True), atol=0, rtol=0)
     with pytest.raises(CheckpointException):  # its own unpickler meets JSON
         distributed_checkpoint.load({"task": {"lr": 0.0}}, checkpoint_id=tmp_path / "save-1", no_dist=True)
+
+
+@pytest.mark.world_size(2)
+def test_documents_come_back_as_they_were(tmp_path: Path):
+    """Names, number and shapes of what a task keeps are unknown to the job that resumes."""
+    mesh = init_device_mesh("cpu", (2,))
+    lanes = distribute_tensor(torch.arange(8).view(4, 2), mesh, [Shard(0)])
+    value = {3: [torch.ones(2), ("x", {"y": torch.zeros(3)})], "lanes": lanes, (1, 2): {}, "none": []}
+    saver = CheckpointSaver(CheckpointFolder(tmp_path, LOGGER), participants())
+    saver.save({"task": Document(value), "of": {str(dist.get_rank()): Document(dist.get_rank())}}, 1)
+    mine = distribute_tensor(torch.zeros(4, 2, dtype=torch.int64), mesh, [Shard(0)])
+    wanted = {"task": Document({"lanes": mine}), "of": {str(dist.get_rank()): Document(None)}}
+    loaded = load_state(tmp_path / "save-1", wanted, group())
+    assert loaded["of"] == {str(dist.get_rank()): dist.get_rank()}
+    read = loaded["task"]
+    assert list(read) == [3, "lanes", (1, 2), "none"]
+    assert torch.equal(read[3][0], torch.ones(2))
+    assert torch.equal(read[3][1][1]["y"], torch.zeros(3))
+    assert read[3][1][0] == "x"
+    full = read["lanes"].full_tensor() if isinstance(read["lanes"], DTensor) else read["lanes"]
+    assert torch.equal(full, torch.arange(8).view(4, 2))
+    assert read[1, 2] == {}
+    assert read["none"] == []
