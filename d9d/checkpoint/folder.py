@@ -81,6 +81,10 @@ class CheckpointFolder:
         """Return the folder that a checkpoint is written to."""
         return self.path / f"save-{step}.partial"
 
+    def final_path(self, step: int) -> Path:
+        """Return the folder of a complete checkpoint."""
+        return self.path / f"save-{step}"
+
     def commit(self, record: CommitRecord) -> Path:
         """Make the checkpoint that was written complete, and give it its name, in place of one of the same step.
 
@@ -90,7 +94,7 @@ class CheckpointFolder:
         Raises:
             OSError: If that fails.
         """
-        partial, final_path = self.partial_path(record.step), self.path / f"save-{record.step}"
+        partial, final_path = self.partial_path(record.step), self.final_path(record.step)
         self._probe("before_commit")
         _write_record(partial, record)
         self._probe("after_record")

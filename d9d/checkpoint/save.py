@@ -7,8 +7,11 @@ commits, with collectives on a process group of its own. One save is in flight a
 In the foreground the same is done without copies, and the files have the same bytes.
 """
 
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+import contextlib
+import threading
+from collections.abc import Callable, Generator, Sequence
+from concurrent import futures
+from concurrent.futures import Future
 from typing import Any, final
 
 import torch
@@ -51,7 +54,6 @@ class CheckpointSaver:
         self._in_background = in_background
         self._probe = probe
         self._buffers: dict[MetadataIndex, torch.Tensor] = {}
-        self._executor: ThreadPoolExecutor | None = None
         self._in_flight: Future[None] | None = None
 
     # Any: states hold what their owners choose.
@@ -64,25 +66,16 @@ class CheckpointSaver:
             after_commit: Called on the first rank once the checkpoint is complete, by the thread that has written it.
 
         Raises:
-            OSError: If a file cannot be written, on all ranks; TypeError: if the state holds values that JSON does not.
-            RuntimeError: If a rank is gone.
+            OSError: If a file cannot be written, on all ranks; RuntimeError: if a rank is gone. Both name the checkpoint.
+            TypeError: If the state holds values that JSON does not; on several ranks it is a RuntimeError.
         """
         self.wait()
-        partial = self._folder.partial_path(step)
-        with self._participants.failing_together():
-            if self._participants.rank == 0:
-                self._folder.begin(step)
-        writer, planner = HashingWriter(partial), ValuesAsJsonSavePlanner()
-        metadata = self._plan(state, planner, writer)
+        with self._naming(step):
+            write = self._prepare(state, step, after_commit)
         if self._in_background is None:
-            self._write(planner, writer, metadata, step, after_commit, self._participants)
-            return
-        with self._participants.failing_together():
-            planner.copy_to_host(self._buffers)
-        self._executor = self._executor or ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._in_flight = self._executor.submit(
-            self._write, planner, writer, metadata, step, after_commit, self._in_background
-        )
+            write()
+        else:
+            self._in_flight = _in_thread(write)
 
     def raise_if_failed(self) -> None:
         """Raise what went wrong in the background, if that is known already. Not collective."""
@@ -100,7 +93,7 @@ class CheckpointSaver:
             in_flight.result()
 
     def close(self) -> None:
-        """Wait for the save in flight and end the thread. Not collective.
+        """Wait for the save in flight and free the copies. Not collective.
 
         Raises:
             OSError, RuntimeError, TypeError: If the save failed.
@@ -108,10 +101,39 @@ class CheckpointSaver:
         try:
             self.wait()
         finally:
-            if self._executor is not None:
-                self._executor.shutdown()
-                self._executor = None
             self._buffers.clear()
+
+    def abandon(self, limit_s: float) -> None:
+        """Give the save in flight some more time, where the job fails for another reason. Not collective, raises nothing.
+
+        A save that needs the ranks which have failed will never end. The process may exit all the same.
+        """
+        in_flight, self._in_flight = self._in_flight, None
+        if in_flight is not None:
+            futures.wait([in_flight], timeout=limit_s)
+
+    def _prepare(self, state: dict[str, Any], step: int, after_commit: Callable[[], None]) -> Callable[[], None]:
+        """Agree on who writes what, and return what is left to do."""
+        with self._participants.failing_together():
+            if self._participants.rank == 0:
+                self._folder.begin(step)
+        writer, planner = HashingWriter(self._folder.partial_path(step)), ValuesAsJsonSavePlanner()
+        metadata = self._plan(state, planner, writer)
+        if self._in_background is not None:
+            with self._participants.failing_together():
+                planner.copy_to_host(self._buffers)
+        written_by = self._in_background or self._participants
+
+        def write() -> None:
+            with self._naming(step):
+                written = self._write(planner, writer, written_by)
+                with written_by.failing_together():
+                    if written is not None:
+                        assert metadata is not None  # the first rank has planned for all
+                        self._commit(writer, metadata, written, step)
+                        after_commit()
+
+        return write
 
     def _plan(self, state: dict[str, Any], planner: ValuesAsJsonSavePlanner, writer: HashingWriter) -> Metadata | None:
         """Agree on who writes what. The first rank alone learns of all."""
@@ -130,27 +152,43 @@ class CheckpointSaver:
         return metadata
 
     def _write(
-        self,
-        planner: ValuesAsJsonSavePlanner,
-        writer: HashingWriter,
-        metadata: Metadata | None,
-        step: int,
-        after_commit: Callable[[], None],
-        participants: Participants,
-    ) -> None:
+        self, planner: ValuesAsJsonSavePlanner, writer: HashingWriter, participants: Participants
+    ) -> list[_Written] | None:
+        """Write the part of this rank. The first rank alone learns what all have written."""
         self._probe("before_write")
         with participants.failing_together():
             results = writer.write_data(planner.plan, planner).value()
         self._probe("after_write")
-        written = participants.gather_to_first((results, writer.digests))
-        with participants.failing_together():
-            if written is not None:
-                assert metadata is not None  # the first rank has planned for all
-                self._commit(writer, metadata, written, step)
-                after_commit()
+        return participants.gather_to_first((results, writer.digests))
 
     def _commit(self, writer: HashingWriter, metadata: Metadata, written: Sequence[_Written], step: int) -> None:
         files = {name: digest for _, digests in written for name, digest in digests.items()}
         writer.finish(metadata, [results for results, _ in written])
         files |= writer.digests
         self._folder.commit(CommitRecord(step=step, num_ranks=len(written), files=files))
+
+    @contextlib.contextmanager
+    def _naming(self, step: int) -> Generator[None]:
+        """Name the checkpoint in errors of the system, which tell of neither path nor purpose."""
+        try:
+            yield
+        except OSError as error:
+            raise OSError(f"could not save the checkpoint {self._folder.final_path(step)}: {error}") from error
+        except RuntimeError as error:
+            raise RuntimeError(f"could not save the checkpoint {self._folder.final_path(step)}: {error}") from error
+
+
+def _in_thread(action: Callable[[], None]) -> Future[None]:
+    """Run an action in a thread that does not keep the process from ending, as those of an executor do."""
+    future: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            action()
+        except BaseException as error:  # noqa: BLE001  # handed to whoever asks for the result
+            future.set_exception(error)
+        else:
+            future.set_result(None)
+
+    threading.Thread(target=run, name="checkpoint", daemon=True).start()
+    return future
