@@ -18,7 +18,7 @@ from d9d.checkpoint.record import CommitRecord
 from d9d.checkpoint.safe_reader import SafeReader
 from d9d.core.participants import Participants
 
-__all__ = ["OnCorrupt", "find_checkpoint", "load_state", "read_metadata", "verify_checkpoint"]
+__all__ = ["OnCorrupt", "find_checkpoint", "load_state", "read_flat", "read_metadata", "verify_checkpoint"]
 
 OnCorrupt: TypeAlias = Literal["raise", "fallback"]
 """What to do where the newest checkpoint is damaged: refuse to start, or take the newest one that is not."""
@@ -131,17 +131,22 @@ def load_state(
     if left:
         raise ValueError(_text(path, [f"it holds {key}, and the job has nothing of that name" for key in left]))
     with participants.failing_together():
-        _read(path, saved_form, metadata)
+        read_flat(path, saved_form, metadata)
         return filled(state, saved_form)
 
 
-def _read(path: Path, state: dict[str, Any], metadata: Metadata) -> None:
-    """Read what this rank asks for. Each rank can plan that on its own, as opposed to what it writes."""
+def read_flat(path: Path, state: dict[str, Any], metadata: Metadata) -> dict[str, Any]:
+    """Read what a state asks for, without any check. Not collective: each rank plans what it reads on its own.
+
+    Returns:
+        The state.
+    """
     planner, reader = ValuesAsJsonLoadPlanner(), SafeReader(path)
     planner.set_up_planner(state, metadata)
     reader.set_up_storage_reader(metadata, is_coordinator=False)
     plan = reader.prepare_local_plan(planner.create_local_plan())
     reader.read_data(planner.finish_plan(plan), planner).wait()
+    return state
 
 
 def _misfits(flat: Mapping[str, Any], metadata: Metadata) -> list[str]:
