@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from d9d import cli_data
 from d9d.pipelining.actions import Program, format_program
 from d9d.pipelining.schedules import SCHEDULE_NAMES, build_program_builder, schedule_problems
 from d9d.pipelining.timeline import ActionCosts, Timeline, simulate
@@ -79,21 +80,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         ("pipeline", "show the program of a pipeline schedule: its timeline, bubble and memory", _PIPELINE_HELP),
         ("convert", "write a model state in another layout, dtype or number of files", _CONVERT_HELP),
         ("inspect", "list what a model state holds, and what is wrong with it", _INSPECT_HELP),
+        ("data", "show which samples the steps and ranks of a job read", cli_data.HELP),
     )
     raw = argparse.RawDescriptionHelpFormatter
-    pipeline, convert, inspect = (
+    pipeline, convert, inspect, data = (
         commands.add_parser(name, help=summary, description=description, formatter_class=raw)
         for name, summary, description in summaries
     )
     _add_pipeline_arguments(pipeline)
     _add_convert_arguments(convert)
     _add_inspect_arguments(inspect)
+    cli_data.add_arguments(data)
     args = parser.parse_args(argv)
     match args.command:
         case "convert":
             return _run_convert(convert, args)
         case "inspect":
             return _run_inspect(inspect, args)
+        case "data":
+            return _run_data(data, args)
         case _:
             return _run_pipeline(pipeline, args)
 
@@ -342,6 +347,15 @@ def _run_inspect(parser: argparse.ArgumentParser, args: argparse.Namespace) -> i
     except (ValueError, OSError) as error:
         _fail(parser, str(error))
     _write("\n\n".join(parts))
+    return int(is_wrong)
+
+
+def _run_data(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
+    try:
+        text, is_wrong = cli_data.describe(args)
+    except (ValueError, OSError) as error:
+        _fail(parser, str(error))
+    _write(text)
     return int(is_wrong)
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import torch
 
@@ -24,6 +24,17 @@ CollateFn: TypeAlias = Callable[[Sequence[Any]], PyTree[Any]]
 
 MicrobatchPack: TypeAlias = Sequence[TBatch]
 """The microbatches that one optimizer step consumes on this rank, in order. They may differ in shape."""
+
+
+@dataclass(frozen=True)
+class IdleMicrobatch(Generic[TBatch]):
+    """Stands in a pack for a microbatch that this rank does not have, while other ranks run theirs.
+
+    The model runs it, so that ranks stay together in collectives. Its output goes nowhere, and its loss weighs nothing.
+    """
+
+    batch: TBatch
+    """Microbatch to run, with samples that count elsewhere."""
 
 
 @dataclass(frozen=True, slots=True)

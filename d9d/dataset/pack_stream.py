@@ -1,6 +1,6 @@
 """Streams of packs: the microbatches of one step on one rank."""
 
-from collections.abc import Iterator, Sized
+from collections.abc import Callable, Iterator, Sized
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -14,12 +14,35 @@ from d9d.core.types import MicrobatchPack
 __all__ = [
     "FixedCountMicrobatchPacker",
     "GlobalBatchStream",
+    "MainThreadStream",
     "PinMemoryMicrobatchPackStream",
     "RankInvariantStream",
+    "SampleDigestStream",
+    "WrappingStream",
     "global_batch_size_of",
     "has_rank_invariant_state",
+    "needs_main_thread",
     "num_microbatches_for_global_batch",
+    "sample_digest_of",
 ]
+
+
+@runtime_checkable
+class WrappingStream(Protocol):
+    """Describes a stream that changes packs of another one; what is asked of it, that one can answer."""
+
+    @property
+    def inner(self) -> MicrobatchPackStream:
+        """Return the other stream."""
+        ...
+
+
+def _layers(stream: object) -> Iterator[object]:
+    """Yield a stream and those that it wraps, the outermost first."""
+    yield stream
+    while isinstance(stream, WrappingStream):
+        stream = stream.inner
+        yield stream
 
 
 @runtime_checkable
@@ -34,7 +57,7 @@ class RankInvariantStream(Protocol):
 
 def has_rank_invariant_state(stream: object) -> bool:
     """Tell whether a stream declares that its state is the same on all ranks."""
-    return isinstance(stream, RankInvariantStream) and stream.has_rank_invariant_state
+    return any(isinstance(layer, RankInvariantStream) and layer.has_rank_invariant_state for layer in _layers(stream))
 
 
 @runtime_checkable
@@ -49,7 +72,36 @@ class GlobalBatchStream(Protocol):
 
 def global_batch_size_of(stream: object) -> int | None:
     """Return the number of samples of a full step over all ranks, or None if the stream does not know it."""
-    return stream.global_batch_size if isinstance(stream, GlobalBatchStream) else None
+    return next((layer.global_batch_size for layer in _layers(stream) if isinstance(layer, GlobalBatchStream)), None)
+
+
+@runtime_checkable
+class MainThreadStream(Protocol):
+    """Describes a stream that may have to be read on the main thread."""
+
+    @property
+    def needs_main_thread(self) -> bool:
+        """Tell whether reading uses what belongs to the main thread, such as the global generators of random numbers."""
+        ...
+
+
+def needs_main_thread(stream: object) -> bool:
+    """Tell whether a stream has to be read on the main thread."""
+    return any(isinstance(layer, MainThreadStream) and layer.needs_main_thread for layer in _layers(stream))
+
+
+@runtime_checkable
+class SampleDigestStream(Protocol):
+    """Describes a stream that can tell, without reading, whether two ranks read the same samples in a step."""
+
+    def sample_digest(self, step: int) -> int:
+        """Return a number below 2**63 that changes with the samples of a zero-based step on this rank."""
+        ...
+
+
+def sample_digest_of(stream: object) -> Callable[[int], int] | None:
+    """Return what tells the digest of a zero-based step, or None if the stream does not know it."""
+    return next((layer.sample_digest for layer in _layers(stream) if isinstance(layer, SampleDigestStream)), None)
 
 
 def num_microbatches_for_global_batch(
@@ -159,14 +211,9 @@ class PinMemoryMicrobatchPackStream(MicrobatchPackStream):
         self._is_supported = _device_profits_from_pinning() if is_supported is None else is_supported
 
     @property
-    def has_rank_invariant_state(self) -> bool:
-        """Tell whether the state of the inner stream is the same on every rank."""
-        return has_rank_invariant_state(self._inner)
-
-    @property
-    def global_batch_size(self) -> int | None:
-        """Number of samples of a step over all ranks, if the inner stream knows it."""
-        return global_batch_size_of(self._inner)
+    def inner(self) -> MicrobatchPackStream:
+        """Stream of packs in ordinary memory."""
+        return self._inner
 
     def __iter__(self) -> Iterator[MicrobatchPack[Any]]:
         for pack in self._inner:

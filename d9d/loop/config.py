@@ -106,9 +106,21 @@ class DataPrefetchConfig(BaseModel):
         default=1,
         ge=0,
         description=(
-            "Packs that a background thread copies ahead. Default 1: hides the copy at the memory of one more pack. "
-            "0: copy when the pack is needed, without a thread."
+            "Packs that a background thread reads and copies ahead. Default 1: hides the copy at the memory of one more "
+            "pack. 0: copy when the pack is needed, without a thread. So does data that has to be read on the main thread, "
+            "as AutoDataProvider's with num_workers 0 (see its seeds_generators)."
         ),
+    )
+
+
+class DataAgreementConfig(BaseModel):
+    """Sets when pipeline, context-parallel and tensor-parallel peers compare which samples they read."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    period_steps: StepActionPeriod = Field(
+        default=StepActionSpecial.disable,
+        description="Steps between comparisons of 16 bytes, which the host waits for. Default: never.",
     )
 
 
@@ -304,6 +316,7 @@ class TrainerConfig(BaseModel):
     run: RunConfig = Field(description="Name and description of the run.")
     schedule: JobScheduleConfig = Field(default_factory=JobScheduleConfig)
     data_prefetch: DataPrefetchConfig = Field(default_factory=DataPrefetchConfig)
+    data_agreement: DataAgreementConfig = Field(default_factory=DataAgreementConfig)
     logging: JobLoggerConfig
     pipelining: PipeliningConfig = Field(default_factory=PipeliningConfig)
     model_stage_factory: ModelStageFactoryConfig = Field(default_factory=ModelStageFactoryConfig)
@@ -323,6 +336,7 @@ class InferenceConfig(BaseModel):
 
     schedule: JobScheduleConfig = Field(default_factory=JobScheduleConfig)
     data_prefetch: DataPrefetchConfig = Field(default_factory=DataPrefetchConfig)
+    data_agreement: DataAgreementConfig = Field(default_factory=DataAgreementConfig)
     model_stage_factory: ModelStageFactoryConfig = Field(default_factory=ModelStageFactoryConfig)
     determinism: DeterminismConfig
     gc: GarbageCollectionConfig

@@ -8,6 +8,7 @@ from typing import Protocol, cast, runtime_checkable
 
 import numpy as np
 import torch
+from torch.utils.data import DataLoader, Dataset
 
 from d9d.dataset.lanes.sample_loading import MapDataset, kept_generators, load_sample
 
@@ -26,7 +27,7 @@ class FingerprintedDataset(Protocol):
         ...
 
 
-def dataset_fingerprint(dataset: MapDataset) -> str:
+def dataset_fingerprint(dataset: MapDataset, *, in_process_of_its_own: bool = False) -> str:
     """Return a text that is very likely to differ for datasets with other samples.
 
     It is what the dataset itself says (`FingerprintedDataset`), or else its class, its length and a digest of up to 34
@@ -37,9 +38,15 @@ def dataset_fingerprint(dataset: MapDataset) -> str:
 
     Args:
         dataset: Map-style dataset of at least one sample.
+        in_process_of_its_own: Load the samples in a loader process of PyTorch, for a dataset that is read in such ones
+            later. Many open their files at the first sample, and processes that are forked after that share the position
+            in these files.
     """
     if isinstance(dataset, FingerprintedDataset):
         return dataset.fingerprint()
+    if in_process_of_its_own:
+        (fingerprint,) = DataLoader(_FingerprintItem(dataset), batch_size=None, num_workers=1)
+        return fingerprint
     num_samples = len(dataset)
     digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
     with kept_generators():
@@ -47,6 +54,19 @@ def dataset_fingerprint(dataset: MapDataset) -> str:
             digest.update(_digest_of(load_sample(dataset, index, seed=index)))
     kind = type(dataset)
     return f"{kind.__module__}.{kind.__qualname__}/{num_samples}/{digest.hexdigest()}"
+
+
+class _FingerprintItem(Dataset[str]):
+    """Shows the fingerprint of a dataset as its only item, so that a loader process computes it."""
+
+    def __init__(self, dataset: MapDataset) -> None:
+        self._dataset = dataset
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> str:
+        return dataset_fingerprint(self._dataset)
 
 
 def _probes(num_samples: int) -> list[int]:

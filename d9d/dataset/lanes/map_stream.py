@@ -2,10 +2,12 @@
 
 import contextlib
 import dataclasses
+import hashlib
 import itertools
 from collections.abc import Generator, Iterable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.utils.data import DataLoader, Sampler
@@ -16,6 +18,7 @@ from d9d.dataset.lanes.microbatch_loading import (
     AttachWeights,
     MicrobatchLoader,
     MicrobatchRequest,
+    describe_request,
     may_seed_generators,
     microbatch_requests,
 )
@@ -28,6 +31,7 @@ from d9d.dataset.sharded import dataset_length, derive_seed
 __all__ = ["ElasticMapStream", "LoaderOptions"]
 
 _DATASET_KEY = "dataset"
+_NUM_DIGEST_BYTES = 7
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,8 +90,10 @@ class ElasticMapStream(MicrobatchPackStream):
     A dataset that takes seeds (`SeededDataset`) gets one for each sample that follows from the seed of the plan and the
     position. Besides, the global CPU generators of PyTorch, NumPy and Python are seeded with that of its first position
     before each microbatch is loaded and collated. In the process that trains (num_workers 0), they are put back after
-    each pack, so that training does not notice. A thread that reads packs ahead in that process leaves them alone, since
-    the main thread may draw from them at any moment: what draws random numbers must then take seeds, or load in processes.
+    each pack, so that training does not notice. That works on the main thread only, which may draw from them at any moment:
+    such a stream asks to be read there (`needs_main_thread`), and a thread that reads it leaves the generators alone.
+
+    In the short last step of an epoch (`Tail.short`), packs may hold an `IdleMicrobatch`. See [Note: short steps].
 
     Args:
         dataset: Map-style dataset with as many samples as the plan says; the same on every rank.
@@ -151,6 +157,11 @@ class ElasticMapStream(MicrobatchPackStream):
         return self._place.plan.schedule.global_batch_size(self._place.num_steps)
 
     @property
+    def needs_main_thread(self) -> bool:
+        """Tell whether loading seeds the global generators of this process. See [Note: random numbers within samples]."""
+        return self._disturbs_generators
+
+    @property
     def total_steps(self) -> int | None:
         """Number of packs of all epochs, or None if the stream never ends."""
         return self._place.plan.total_steps
@@ -158,6 +169,17 @@ class ElasticMapStream(MicrobatchPackStream):
     def remaining_requests(self) -> Iterator[MicrobatchRequest]:
         """Yield what this rank reads from the current position on, without loading it."""
         return iter(self._place)
+
+    def sample_digest(self, step: int) -> int:
+        """Return a number of 56 bits that changes with the samples of this rank in a step, or with their order.
+
+        Args:
+            step: Zero-based step of the run.
+        """
+        digest = hashlib.blake2b(digest_size=_NUM_DIGEST_BYTES)
+        for request in self._place.requests([step]):
+            digest.update(np.array([request.start, len(request.samples), *request.samples], dtype="<i8").tobytes())
+        return int.from_bytes(digest.digest(), "little")
 
     def __iter__(self) -> Iterator[MicrobatchPack[Any]]:
         self._iteration += 1
@@ -175,17 +197,21 @@ class ElasticMapStream(MicrobatchPackStream):
             yield pack
 
     def _load_pack(self, microbatches: Iterator[Any], step: int) -> MicrobatchPack[Any]:
-        starts = self._place.microbatch_starts(step)
+        num_microbatches = len(self._place.microbatch_starts(step))
+        pack: list[Any] = []
         try:
-            return tuple(itertools.islice(microbatches, len(starts)))
+            # Not `tuple()` at once: how many have come tells which one is missing.
+            pack.extend(itertools.islice(microbatches, num_microbatches))
         except SampleError:
             raise
         except RuntimeError as error:
+            missing = next(itertools.islice(self._place.requests([step]), len(pack), None))
             raise RuntimeError(
-                f"the data loader failed in step {step + 1} of data-parallel rank {self._place.dp_rank} (positions "
-                f"{starts.start} to {starts.stop - 1} of the run), outside of dataset and collate function: a loader "
-                f"process died, such as for lack of memory, or took longer than its timeout. It says: {error}"
+                f"the data loader failed in step {step + 1} of data-parallel rank {self._place.dp_rank}, while it waited "
+                f"for {describe_request(missing)}, outside of dataset and collate function: a loader process died, such as "
+                f"for lack of memory, or took longer than its timeout. It says: {error}"
             ) from error
+        return tuple(pack)
 
     @contextlib.contextmanager
     def _kept_generators(self) -> Generator[None]:
@@ -297,7 +323,11 @@ class _Place(Sampler[MicrobatchRequest]):
         """Return the first position of each microbatch of this rank."""
         return self.plan.microbatch_starts(step, self.dp_size, self.dp_rank)
 
-    def __iter__(self) -> Iterator[MicrobatchRequest]:
+    def requests(self, steps: Iterable[int]) -> Iterator[MicrobatchRequest]:
+        """Yield what this rank reads in some steps."""
         plan = self.plan
-        starts = itertools.chain.from_iterable(map(self.microbatch_starts, self.remaining_steps()))
+        starts = itertools.chain.from_iterable(map(self.microbatch_starts, steps))
         return microbatch_requests(plan.order, starts, plan.microbatch_size, plan.num_samples)
+
+    def __iter__(self) -> Iterator[MicrobatchRequest]:
+        return self.requests(self.remaining_steps())

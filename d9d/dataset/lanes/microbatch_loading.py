@@ -3,13 +3,13 @@
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeAlias, cast, runtime_checkable
 
 import numpy as np
 import torch
 from torch.utils.data import Dataset, get_worker_info
 
-from d9d.core.types import CollateFn
+from d9d.core.types import CollateFn, IdleMicrobatch
 from d9d.dataset.lanes.order import SampleOrder
 from d9d.dataset.lanes.sample_loading import (
     MapDataset,
@@ -25,6 +25,7 @@ __all__ = [
     "MicrobatchLoader",
     "MicrobatchRequest",
     "add_weights",
+    "describe_request",
     "may_seed_generators",
     "microbatch_requests",
 ]
@@ -53,6 +54,8 @@ class MicrobatchRequest(NamedTuple):
     """Position of the first sample in the run; the others follow it."""
     samples: list[int]
     """Index of each sample."""
+    is_idle: bool = False
+    """Whether the samples are those of another microbatch, see `IdleMicrobatch`."""
 
 
 def microbatch_requests(
@@ -71,9 +74,24 @@ def microbatch_requests(
     offsets = np.arange(microbatch_size, dtype=np.int64)
     while block := list(itertools.islice(remaining, per_block)):
         positions = np.array(block, dtype=np.int64)[:, None] + offsets  # (microbatches, B)
-        samples = order.samples(positions.reshape(-1)).reshape(positions.shape)
+        samples = cast("list[list[int]]", order.samples(positions.reshape(-1)).reshape(positions.shape).tolist())
+        if not order.num_in_short_step:
+            yield from map(MicrobatchRequest, block, samples)
+            continue
         for start, indices in zip(block, samples, strict=True):
-            yield MicrobatchRequest(start, indices.tolist())
+            num_read = order.num_read(start, microbatch_size)
+            if num_read:
+                yield MicrobatchRequest(start, indices[:num_read])
+            else:
+                yield _idle_request(order, start, microbatch_size)
+
+
+def _idle_request(order: SampleOrder, start: int, microbatch_size: int) -> MicrobatchRequest:
+    """Ask for the last microbatch of an epoch instead of one behind it."""
+    while not (num_read := order.num_read(start, microbatch_size)):
+        start -= microbatch_size
+    positions = np.arange(start, start + num_read, dtype=np.int64)
+    return MicrobatchRequest(start, order.samples(positions).tolist(), is_idle=True)
 
 
 def add_weights(microbatch: dict[str, Any], weights: torch.Tensor, key: str = "sample_weight") -> dict[str, Any]:
@@ -119,18 +137,19 @@ class MicrobatchLoader(Dataset[Any]):
         try:
             microbatch = self._collate_fn(samples)
         except Exception as error:
-            raise SampleError(f"{_describe(request)} could not be collated: {error!r}") from error
-        if self._attach_weights is None:
-            return microbatch
-        positions = range(request.start, request.start + len(request.samples))
-        return self._attach_weights(microbatch, torch.tensor(self._order.weights(positions), dtype=torch.float32))
+            raise SampleError(f"{describe_request(request)} could not be collated: {error!r}") from error
+        if self._attach_weights is not None:
+            positions = range(request.start, request.start + len(request.samples))
+            weights = torch.tensor(self._order.weights(positions), dtype=torch.float32)
+            microbatch = self._attach_weights(microbatch, weights)
+        return IdleMicrobatch(microbatch) if request.is_idle else microbatch
 
     def _load_samples(self, request: MicrobatchRequest) -> list[Any]:
         if self._batched is not None:
             try:
                 return self._batched.__getitems__(request.samples)
             except Exception as error:
-                raise SampleError(f"{_describe(request)} could not be loaded: {error!r}") from error
+                raise SampleError(f"{describe_request(request)} could not be loaded: {error!r}") from error
         samples: list[Any] = []
         try:
             # Not a comprehension: how many have been loaded tells which one failed.
@@ -154,7 +173,8 @@ def may_seed_generators() -> bool:
     return get_worker_info() is not None or threading.current_thread() is threading.main_thread()
 
 
-def _describe(request: MicrobatchRequest) -> str:
+def describe_request(request: MicrobatchRequest) -> str:
+    """Name the samples and positions of a request, for messages."""
     last = request.start + len(request.samples) - 1
     shown = ", ".join(map(str, request.samples[:8]))
     more = f" and {len(request.samples) - 8} more" if len(request.samples) > 8 else ""

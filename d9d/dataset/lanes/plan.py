@@ -10,9 +10,9 @@ import numpy.typing as npt
 from d9d.dataset.lanes.order import SampleOrder, Tail
 from d9d.dataset.lanes.schedule import BatchSchedule
 
-__all__ = ["DataPlan", "divisors"]
+__all__ = ["MAX_LISTED", "DataPlan", "divisors", "listed"]
 
-_MAX_LISTED = 12
+MAX_LISTED = 12
 _MAX_SEED = 2**63 - 1
 
 
@@ -27,6 +27,13 @@ class DataPlan:
     every microbatch follow from (c, k) alone: the same for every D that divides L. Ranks that differ in other dimensions
     of the mesh only must be given the same data-parallel rank.
 
+    [Note: short steps]
+    With `Tail.short`, the last step of an epoch may hold fewer than G samples. They fill microbatches as always, q of them,
+    the last of which may be smaller. Each rank takes ceil(q / D) neighbours of these instead of M / D. Where D does not
+    divide q, the last ranks have nothing left to take, but ranks must run equally many microbatches: they run an
+    `IdleMicrobatch`, which repeats the last one and counts for nothing. So all samples are read once for any D, in
+    microbatches that are the same for any D, and no step is longer than it has to be.
+
     A plan is a few numbers, the same on every rank: all of them know the end of the data without asking each other.
 
     Attributes:
@@ -37,10 +44,12 @@ class DataPlan:
             numbers of ranks.
         seed: Seed of the shuffle and of random numbers within samples.
         shuffle: Draw another order for each epoch.
-        tail: What happens to samples at the end of an epoch that do not fill a global batch. `drop` and `pad` need one
+        tail: What happens to samples at the end of an epoch that do not fill a global batch. All but `wrap` need one
             global batch size for all steps.
+        is_chunked: Let each lane read a block of neighbours, as [Note: chunks] says. Not with `wrap`, whose epochs do not
+            end with a step.
         num_epochs: Passes over the data until the end, or None to go on for ever. What does not fill a last global batch
-            of the last epoch is left out, except with `Tail.pad`.
+            of the last epoch is left out, except with `Tail.pad` and `Tail.short`.
         first_step: First step that this run does; earlier ones, of a run that it continues, need not fit its sizes.
 
     Raises:
@@ -54,6 +63,7 @@ class DataPlan:
     seed: int = 0
     shuffle: bool = True
     tail: Tail = Tail.wrap
+    is_chunked: bool = False
     num_epochs: int | None = 1
     first_step: int = 0
     order: SampleOrder = dataclasses.field(init=False, repr=False, compare=False)
@@ -75,6 +85,7 @@ class DataPlan:
             shuffle=self.shuffle,
             tail=self.tail,
             global_batch_size=self.schedule.global_batch_size(0),
+            num_chunks=self.num_chunks,
         )
 
     def _most_lanes(self) -> int:
@@ -86,7 +97,7 @@ class DataPlan:
         return (
             f"the run has no step: {self.num_samples} samples in {self.num_epochs} epochs do not fill one global batch "
             f"(global_batch_size {sizes}; {len(self.schedule.skips)} ranges to skip). Lower global_batch_size, raise "
-            "num_epochs, or set tail to 'pad'."
+            "num_epochs, or set tail to 'short' or 'pad'."
         )
 
     @property
@@ -95,6 +106,11 @@ class DataPlan:
         if self.num_epochs is None:
             return None
         return self.schedule.num_steps(self.num_epochs * self.order.epoch_length)
+
+    @property
+    def num_chunks(self) -> int:
+        """Number of blocks that are read in parallel, or 0. See [Note: chunks]."""
+        return self.num_lanes if self.is_chunked else 0
 
     @property
     def valid_dp_sizes(self) -> list[int]:
@@ -106,14 +122,20 @@ class DataPlan:
         if dp_size >= 1 and self.num_lanes % dp_size == 0:
             return []
         problem = f"the data-parallel size ({dp_size}) does not divide the number of lanes ({self.num_lanes})."
-        return [f"{problem} Use {_listed(self.valid_dp_sizes)}."]
+        return [f"{problem} Use {listed(self.valid_dp_sizes)}."]
 
     def num_microbatches(self, step: int, dp_size: int) -> int:
-        """Return how many microbatches each of `dp_size` ranks reads in a step."""
-        return self.schedule.global_batch_size(step) // (self.microbatch_size * dp_size)
+        """Return how many microbatches each of `dp_size` ranks runs in a step, idle ones included."""
+        return -(-self._num_microbatches_of_all(step) // dp_size)
+
+    def _num_microbatches_of_all(self, step: int) -> int:
+        size = self.schedule.global_batch_size(step)
+        return -(-self.order.num_read(self.schedule.start(step), size) // self.microbatch_size)
 
     def microbatch_starts(self, step: int, dp_size: int, dp_rank: int) -> range:
-        """Return the first position of each microbatch that a rank reads in a step, in order.
+        """Return the first position of each microbatch that a rank runs in a step, in order.
+
+        In a short step, those behind the samples of the epoch are idle.
 
         Args:
             step: Zero-based step of the run.
@@ -128,14 +150,25 @@ class DataPlan:
             problems = [f"dp_rank ({dp_rank}) must be from 0 to {dp_size - 1}."]
         if problems:
             raise ValueError(" ".join(problems))
-        per_rank = self.schedule.global_batch_size(step) // dp_size
+        per_rank = self.num_microbatches(step, dp_size) * self.microbatch_size
         first = self.schedule.start(step) + dp_rank * per_rank
         return range(first, first + per_rank, self.microbatch_size)
 
+    def num_read(self, step: int, dp_size: int, dp_rank: int) -> int:
+        """Return how many samples a rank reads in a step, idle microbatches left out. Earlier ranks never read less."""
+        starts = self.microbatch_starts(step, dp_size, dp_rank)
+        return sum(self.order.num_read(start, self.microbatch_size) for start in starts)
+
     def step_samples(self, step: int) -> npt.NDArray[np.int64]:
-        """Return the samples of a step over all ranks, in order of microbatches; shape (M, B)."""
+        """Return the samples of a step over all ranks, in order of microbatches.
+
+        Shapes:
+            Result (M, B), with M counting microbatches that are not idle. -1 fills up a last one that is smaller.
+        """
         start, size = self.schedule.start(step), self.schedule.global_batch_size(step)
-        samples = self.order.samples(np.arange(start, start + size, dtype=np.int64))  # (M * B,)
+        num_read = self.order.num_read(start, size)
+        samples = np.full(self._num_microbatches_of_all(step) * self.microbatch_size, -1, dtype=np.int64)  # (M * B,)
+        samples[:num_read] = self.order.samples(np.arange(start, start + num_read, dtype=np.int64))
         return samples.reshape(-1, self.microbatch_size)  # (M, B)
 
     def resumed_from(self, history: BatchSchedule, num_steps: int) -> "DataPlan":
@@ -183,7 +216,7 @@ def _size_problems(plan: DataPlan) -> list[str]:
         elif lanes and size // micro % lanes:
             problems.append(
                 f"num_lanes ({lanes}) does not divide the {size // micro} microbatches per step{where} "
-                f"(global_batch_size {size} / microbatch_size {micro}). Use {_listed(divisors(size // micro))}."
+                f"(global_batch_size {size} / microbatch_size {micro}). Use {listed(divisors(size // micro))}."
             )
     return problems
 
@@ -191,6 +224,8 @@ def _size_problems(plan: DataPlan) -> list[str]:
 def _tail_problems(plan: DataPlan) -> list[str]:
     problems: list[str] = []
     size = plan.schedule.global_batch_size(0)
+    if plan.tail is Tail.wrap and plan.is_chunked:
+        problems.append("chunks need epochs that end with a step: set tail to 'drop', 'short' or 'pad', not 'wrap'.")
     if plan.tail is not Tail.wrap and not plan.schedule.is_constant:
         problems.append(
             f"a ramp of the global batch size needs tail 'wrap', not {plan.tail.value!r}, whose epochs end with a step."
@@ -198,7 +233,7 @@ def _tail_problems(plan: DataPlan) -> list[str]:
     elif plan.tail is Tail.drop and plan.num_samples < size:
         problems.append(
             f"the dataset has {plan.num_samples} samples, fewer than one global batch (global_batch_size {size}): "
-            "lower global_batch_size, or set tail to 'wrap' or 'pad'."
+            "lower global_batch_size, or set tail to 'short', 'wrap' or 'pad'."
         )
     return problems
 
@@ -208,11 +243,11 @@ def _neighbours(value: int, unit: int) -> str:
     return " or ".join(str(n * unit) for n in (count, count + 1) if n > 0)
 
 
-def _listed(values: Iterable[int]) -> str:
+def listed(values: Iterable[int]) -> str:
     """Join valid values, the largest ones if they are many."""
     texts = [str(value) for value in values]
     if len(texts) == 1:
         return texts[0]
-    if len(texts) <= _MAX_LISTED:
+    if len(texts) <= MAX_LISTED:
         return f"one of {', '.join(texts)}"
-    return f"one of {', '.join(texts[-_MAX_LISTED:])}, and {len(texts) - _MAX_LISTED} smaller ones"
+    return f"one of {', '.join(texts[-MAX_LISTED:])}, and {len(texts) - MAX_LISTED} smaller ones"

@@ -12,6 +12,8 @@ __all__ = ["STATE_VERSION", "LaneState", "check_resume"]
 
 STATE_VERSION = 1
 
+_KEYS_OF_ALL_VERSIONS = {"version", "order"}
+
 _Value = int | str | bool
 
 
@@ -29,6 +31,7 @@ class LaneState:
         schedule: Global batch sizes and skipped steps, of the steps that were done and of those that were planned.
         microbatch_size: Samples per microbatch.
         num_lanes: Number of lanes.
+        num_chunks: Number of blocks that are read in parallel, or 0.
         num_steps: Steps that were trained on. What was only read ahead does not count.
         consumed: Position behind the last of these steps, in samples over all ranks.
         fingerprint: Of the dataset; empty if it was not taken.
@@ -43,6 +46,7 @@ class LaneState:
     schedule: BatchSchedule
     microbatch_size: int
     num_lanes: int
+    num_chunks: int = 0
     num_steps: int
     consumed: int
     fingerprint: str = ""
@@ -64,6 +68,7 @@ class LaneState:
             schedule=plan.schedule,
             microbatch_size=plan.microbatch_size,
             num_lanes=plan.num_lanes,
+            num_chunks=plan.num_chunks,
             num_steps=num_steps,
             consumed=plan.schedule.consumed(num_steps),
             fingerprint=fingerprint,
@@ -82,6 +87,7 @@ class LaneState:
             "skip_steps": ",".join(f"{skip.start}-{skip.stop}" for skip in self.schedule.skips),
             "microbatch_size": self.microbatch_size,
             "num_lanes": self.num_lanes,
+            "num_chunks": self.num_chunks,
             "num_steps": self.num_steps,
             "consumed": self.consumed,
             "fingerprint": self.fingerprint,
@@ -95,7 +101,12 @@ class LaneState:
         Raises:
             ValueError: Values are missing or do not fit together, or another version wrote them.
         """
-        version = values.get("version")
+        if not values.keys() >= _KEYS_OF_ALL_VERSIONS:
+            raise ValueError(
+                f"the saved data position ({', '.join(sorted(map(str, values)))}) is not one of this stream: its samples came "
+                "in another order, or from another data provider. Resume with what saved it, or start a new run."
+            )
+        version = values["version"]
         if version != STATE_VERSION:
             raise ValueError(
                 f"the saved data position has format version {version}, and this release reads {STATE_VERSION}: resume "
@@ -130,7 +141,7 @@ def check_resume(saved: LaneState, own: LaneState, *, lanes_hold_state: bool = F
             `skip_steps` that comes too late.
     """
     before, now = saved.to_dict(), own.to_dict()
-    names = ["order", "num_samples", "seed", "shuffle", "tail"]
+    names = ["order", "num_samples", "seed", "shuffle", "tail", "num_chunks"]
     if Tail.wrap not in (saved.tail, own.tail):
         names.append("global_batch_size")
     if saved.fingerprint and own.fingerprint:
@@ -170,6 +181,7 @@ def _parse(values: dict[str, Any]) -> LaneState:
         ),
         microbatch_size=int(values["microbatch_size"]),
         num_lanes=int(values["num_lanes"]),
+        num_chunks=int(values["num_chunks"]),
         num_steps=int(values["num_steps"]),
         consumed=int(values["consumed"]),
         fingerprint=str(values["fingerprint"]),

@@ -1,34 +1,41 @@
 """The data stream of a job from a map-style dataset and a config."""
 
-import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Self, TypeAlias
 
-import torch
+import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict, Field, model_validator
-from torch.distributed.checkpoint.stateful import Stateful
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import Dataset
 
 from d9d.core.device import pin_memory_supported
 from d9d.core.dist_context import DeviceMeshParameters, DistributedContext
 from d9d.core.protocol import MicrobatchPackStream
-from d9d.core.types import CollateFn, MicrobatchPack
-from d9d.dataset.global_batch import EpochOrder, GlobalBatchPlan
-from d9d.dataset.pack_stream import (
-    PinMemoryMicrobatchPackStream,
-    global_batch_problems,
-    num_microbatches_for_global_batch,
+from d9d.core.types import CollateFn
+from d9d.dataset.lanes import (
+    AttachWeights,
+    BatchSchedule,
+    DataPlan,
+    ElasticMapStream,
+    LoaderOptions,
+    RampPoint,
+    SeededDataset,
+    StepRange,
+    Tail,
+    dataset_fingerprint,
 )
-from d9d.dataset.sharded import ShardIndexingMode, dataset_length, derive_seed, refuse_changed_state
+from d9d.dataset.pack_stream import PinMemoryMicrobatchPackStream, global_batch_problems
+from d9d.dataset.sharded import ShardIndexingMode, dataset_length
+from d9d.internals.model_states import failing_together
 from d9d.loop.control import DataProvider, InitializeDataProviderContext
 
-__all__ = ["AutoDataConfig", "AutoDataProvider", "DatasetFactory"]
+__all__ = ["AutoDataConfig", "AutoDataProvider", "DatasetFactory", "build_data_plan", "rank_problems"]
 
 # `Any`: samples are of whatever type the dataset yields and the collate function takes.
 DatasetFactory: TypeAlias = Callable[[DistributedContext], Dataset[Any]]
 """Builds the dataset. Called once on every rank; all of them must build the same one."""
 
-_FORMAT_VERSION = 1
+_ANY_NUM_SAMPLES = 2**40
+"""Stands for the size of a dataset that is not known yet, where it does not matter."""
 
 
 class AutoDataConfig(BaseModel):
@@ -41,12 +48,14 @@ class AutoDataConfig(BaseModel):
     shard_indexing_mode: ShardIndexingMode = Field(
         default=ShardIndexingMode.sequential,
         description=(
-            "How samples are dealt out to data-parallel ranks. Default 'sequential': a step trains on the same samples "
-            "for any number of ranks. 'chunked': each rank reads a block of neighbours, for data that is slow to seek."
+            "Which samples of an epoch a step takes. Default 'sequential': neighbours. 'chunked': some from each of `lanes` "
+            "blocks, so that each rank reads few places of the dataset from front to back, for data that is slow to seek."
         ),
     )
     shuffle: bool = Field(default=False, description="Draw another order of all samples for each epoch.")
-    seed: int = Field(default=0, ge=0, lt=2**63, description="Seed of the shuffle and of the loader workers.")
+    seed: int = Field(
+        default=0, ge=0, lt=2**63, description="Seed of the shuffle and of random numbers that loading a sample draws."
+    )
     num_epochs: int | None = Field(
         default=1,
         ge=1,
@@ -59,7 +68,49 @@ class AutoDataConfig(BaseModel):
         default=True,
         description=(
             "Leave out samples at the end of an epoch that do not fill a global batch. Default: all steps weigh the same. "
-            "false: train on them too, filled up to a multiple of the ranks with samples from the start of the epoch."
+            "false: they form a last step with fewer samples, each of them once."
+        ),
+    )
+    tail: Tail | None = Field(
+        default=None,
+        description=(
+            "What happens to samples at the end of an epoch that do not fill a global batch, instead of drop_last: 'drop', "
+            "'short' (what drop_last: false means), 'wrap' (a step takes the first samples of the next epoch too) or 'pad' "
+            "(repeated samples that weigh nothing). Default: as drop_last says."
+        ),
+    )
+    lanes: int = Field(
+        default=0,
+        ge=0,
+        description=(
+            "Equal parts of every step that are dealt out to data-parallel ranks. The run can start and resume on any number "
+            "of ranks that divides it. Default 0: as many as microbatches, which allows most."
+        ),
+    )
+    global_batch_ramp: dict[int, int] = Field(
+        default={},
+        description="Other global batch sizes, by the step (from 1) that they start at. Needs tail 'wrap'.",
+    )
+    skip_steps: list[tuple[int, int]] = Field(
+        default=[],
+        description=(
+            "Steps, as pairs of first and last (from 1), whose samples are jumped over, such as those before a loss spike. "
+            "Set it when you resume from a checkpoint before them."
+        ),
+    )
+    fingerprint: bool = Field(
+        default=True,
+        description=(
+            "Keep a digest of some 34 samples in checkpoints, so that a run does not resume on other data. Default: one "
+            "rank loads them at the start. false: for datasets whose samples differ each time, or take long to load."
+        ),
+    )
+    seeds_generators: bool | None = Field(
+        default=None,
+        description=(
+            "Seed the global generators of PyTorch, NumPy and Python for each microbatch, so that random numbers do not "
+            "depend on ranks and workers. Default: unless the dataset takes seeds itself (SeededDataset). With num_workers "
+            "0 it keeps loading on the main thread, without data_prefetch: set false if loading draws no random numbers."
         ),
     )
     num_workers: int = Field(ge=0, description="Loader processes per rank; 0 loads in the process that trains.")
@@ -77,11 +128,16 @@ class AutoDataConfig(BaseModel):
     @model_validator(mode="after")
     def _check_sizes_and_workers(self) -> Self:
         problems: list[str] = []
-        if self.global_batch_size % self.microbatch_size:
-            problems.append(
-                f"global_batch_size ({self.global_batch_size}) is not a multiple of microbatch_size "
-                f"({self.microbatch_size})"
-            )
+        try:
+            build_data_plan(self, _ANY_NUM_SAMPLES)
+        except ValueError as error:
+            problems.append(str(error).rstrip("."))
+        if (
+            self.tail is not None
+            and "drop_last" in self.model_fields_set
+            and self.drop_last != (self.tail is Tail.drop)
+        ):
+            problems.append(f"drop_last ({self.drop_last}) contradicts tail ({self.tail.value!r}): leave drop_last out")
         if self.num_workers == 0:
             problems.extend(
                 f"{name} ({value}) needs num_workers >= 1"
@@ -97,161 +153,122 @@ class AutoDataConfig(BaseModel):
         return self
 
 
-class AutoDataProvider(DataProvider):
-    """Builds a stream that shards, shuffles, collates and packs a map-style dataset, and that can be resumed.
+def build_data_plan(config: AutoDataConfig, num_samples: int) -> DataPlan:
+    """Return which samples each step, microbatch and rank reads.
 
-    The state of the stream is the same on all ranks. With sequential indexing, a run can be resumed with another number
-    of data-parallel ranks, another microbatch size or other loader settings; another dataset length, global batch size,
-    seed or shuffle is refused.
+    Args:
+        config: Sizes and order.
+        num_samples: Samples of the dataset.
+
+    Raises:
+        ValueError: They do not fit together; names all problems.
+    """
+    tail = config.tail or (Tail.drop if config.drop_last else Tail.short)
+    ramp = {1: config.global_batch_size, **config.global_batch_ramp}
+    return DataPlan(
+        num_samples=num_samples,
+        schedule=BatchSchedule(
+            ramp=tuple(RampPoint(step - 1, size) for step, size in sorted(ramp.items())),
+            skips=tuple(StepRange(first - 1, last) for first, last in sorted(config.skip_steps)),
+        ),
+        microbatch_size=config.microbatch_size,
+        num_lanes=config.lanes,
+        seed=config.seed,
+        shuffle=config.shuffle,
+        tail=tail,
+        is_chunked=config.shard_indexing_mode is ShardIndexingMode.chunked,
+        num_epochs=config.num_epochs,
+    )
+
+
+def rank_problems(config: AutoDataConfig, dp_size: int) -> list[str]:
+    """Return why a run cannot start or resume on a number of data-parallel ranks, each with a way to mend it."""
+    problems = [
+        problem
+        for size in (config.global_batch_size, *config.global_batch_ramp.values())
+        for problem in global_batch_problems(dp_size, size, config.microbatch_size)
+    ]
+    return problems or build_data_plan(config, _ANY_NUM_SAMPLES).dp_problems(dp_size)
+
+
+class AutoDataProvider(DataProvider):
+    """Builds a stream that orders, shuffles, collates and packs a map-style dataset, and that can be resumed.
+
+    Microbatches are the same, in content and order, on any number of data-parallel ranks that divides the lanes and with
+    any number of workers, and so is a run that resumes on another number of them. See `ElasticMapStream`.
 
     Args:
         dataset_factory: Builds the dataset.
         collator: Makes a microbatch from its samples.
         config: Sizes, order and loader settings.
+        attach_weights: Puts the weights of samples into microbatches, such as `add_weights`; needed for `Tail.pad`.
     """
 
-    def __init__(self, dataset_factory: DatasetFactory, collator: CollateFn, config: AutoDataConfig) -> None:
+    def __init__(
+        self,
+        dataset_factory: DatasetFactory,
+        collator: CollateFn,
+        config: AutoDataConfig,
+        attach_weights: AttachWeights | None = None,
+    ) -> None:
         self._dataset_factory = dataset_factory
         self._collator = collator
         self._config = config
+        self._attach_weights = attach_weights
 
     def mesh_problems(self, mesh: DeviceMeshParameters) -> list[str]:
-        """Return why the global batch does not fit a mesh, if it does not."""
-        return global_batch_problems(mesh.data_parallel, self._config.global_batch_size, self._config.microbatch_size)
+        """Return why the samples of a step cannot be dealt out on a mesh, if they cannot."""
+        return rank_problems(self._config, mesh.data_parallel)
 
     def __call__(self, context: InitializeDataProviderContext) -> MicrobatchPackStream:
-        """Build the stream of this rank.
+        """Build the stream of this rank. All ranks must call it; blocks until the first has taken the fingerprint.
 
         Raises:
-            ValueError: The global batch does not fit the mesh, or the dataset is smaller than one.
+            ValueError: The global batch does not fit the mesh, the dataset is smaller than one, or ranks have datasets of
+                different sizes.
             TypeError: The dataset has no length.
         """
-        dist_context = context.dist_context
-        config = self._config
-        num_microbatches_for_global_batch(dist_context, config.global_batch_size, config.microbatch_size)
+        dist_context, config = context.dist_context, self._config
+        problems = self.mesh_problems(dist_context.mesh_params)
+        if problems:
+            raise ValueError(" ".join(problems))
         dataset = self._dataset_factory(dist_context)
-        plan = GlobalBatchPlan(
-            num_samples=dataset_length(dataset),
-            global_batch_size=config.global_batch_size,
-            microbatch_size=config.microbatch_size,
+        plan = build_data_plan(config, dataset_length(dataset))
+        seeds_generators = config.seeds_generators
+        stream = ElasticMapStream(
+            dataset,  # pyright: ignore[reportArgumentType]  # has a length: `dataset_length` has asked for it
+            self._collator,
+            plan,
             dp_size=dist_context.dp_size,
             dp_rank=dist_context.dp_rank,
-            mode=config.shard_indexing_mode,
-            drop_last=config.drop_last,
+            loader=LoaderOptions(
+                num_workers=config.num_workers,
+                persistent_workers=config.persistent_workers,
+                prefetch_factor=config.prefetch_factor,
+                timeout_s=config.timeout,
+            ),
+            fingerprint=self._agree_on_dataset(dist_context, dataset, plan.num_samples),
+            attach_weights=self._attach_weights,
+            seeds_generators=not isinstance(dataset, SeededDataset) if seeds_generators is None else seeds_generators,
         )
-        stream = GlobalBatchPackStream(dataset, self._collator, plan, config)
         if not config.pin_memory:
             return stream
         return PinMemoryMicrobatchPackStream(stream, is_supported=pin_memory_supported(dist_context.current_device))
 
-
-class GlobalBatchPackStream(MicrobatchPackStream):
-    """Loads the packs of one rank by a plan, from any step on.
-
-    The position is a number of steps: it counts packs that were handed out, not those that loader processes have read
-    ahead, and moving to it loads nothing.
-
-    Args:
-        dataset: Map-style dataset of at least one step.
-        collator: Makes a microbatch from its samples.
-        plan: Places samples into steps and ranks.
-        config: Order, epochs and loader settings.
-    """
-
-    def __init__(
-        self, dataset: Dataset[Any], collator: CollateFn, plan: GlobalBatchPlan, config: AutoDataConfig
-    ) -> None:
-        if plan.steps_per_epoch == 0:
-            raise ValueError(
-                f"the dataset has {plan.num_samples} samples, fewer than one global batch "
-                f"(global_batch_size {plan.global_batch_size}): lower global_batch_size, or set drop_last to false."
-            )
-        self._dataset = dataset
-        self._plan = plan
-        self._seed = config.seed
-        self._shuffle = config.shuffle
-        self._num_epochs = config.num_epochs
-        self._consumed_steps = 0
-        self._worker_seeds = torch.Generator()
-        self._loader: DataLoader[Any] = DataLoader(
-            dataset,
-            batch_sampler=_MicrobatchSampler(self),
-            collate_fn=collator,
-            num_workers=config.num_workers,
-            persistent_workers=config.persistent_workers,
-            prefetch_factor=config.prefetch_factor,
-            timeout=config.timeout,
-            generator=self._worker_seeds,
-        )
-
-    @property
-    def has_rank_invariant_state(self) -> bool:
-        """Tell that the state is the same on every rank."""
-        return True
-
-    @property
-    def global_batch_size(self) -> int | None:
-        """Number of samples of a step over all ranks."""
-        return self._plan.global_batch_size
-
-    @property
-    def total_steps(self) -> int | None:
-        """Number of packs of all epochs, or None if the stream never ends."""
-        return None if self._num_epochs is None else self._num_epochs * self._plan.steps_per_epoch
-
-    def remaining_microbatches(self) -> Iterator[list[int]]:
-        """Yield the sample indices of each microbatch from the current position on."""
-        order = EpochOrder(self._plan.num_samples, self._shuffle, self._seed)
-        for epoch, step in self._remaining_steps():
-            for positions in self._plan.microbatches(step):
-                yield order.samples(epoch, positions)
-
-    def _remaining_steps(self) -> Iterator[tuple[int, int]]:
-        start, total = self._consumed_steps, self.total_steps
-        steps = itertools.count(start) if total is None else range(start, total)
-        return (divmod(step, self._plan.steps_per_epoch) for step in steps)
-
-    def __iter__(self) -> Iterator[MicrobatchPack[Any]]:
-        # Loader processes get other seeds on each data-parallel rank and, after a resume, at each position.
-        self._worker_seeds.manual_seed(derive_seed(self._seed, self._plan.dp_rank, self._consumed_steps))
-        microbatches = iter(self._loader)
-        for _, step in self._remaining_steps():
-            pack = tuple(itertools.islice(microbatches, self._plan.num_microbatches(step)))
-            self._consumed_steps += 1
-            yield pack
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the position after the last pack that was handed out; the same on all ranks."""
-        state = {"consumed_steps": self._consumed_steps, **self._identity()}
-        if isinstance(self._dataset, Stateful):
-            state["dataset"] = self._dataset.state_dict()
-        return state
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Move to a saved position. It takes effect at the next `iter()`.
-
-        Raises:
-            ValueError: The position would mean other samples now; names each value that differs.
-        """
-        refuse_changed_state("the data stream", state_dict, self._identity())
-        if isinstance(self._dataset, Stateful):
-            self._dataset.load_state_dict(state_dict["dataset"])
-        self._consumed_steps = state_dict["consumed_steps"]
-
-    def _identity(self) -> dict[str, Any]:
-        return {
-            "version": _FORMAT_VERSION,
-            "seed": self._seed,
-            "shuffle": self._shuffle,
-            **self._plan.identity(),
-        }
-
-
-class _MicrobatchSampler(Sampler[list[int]]):
-    """Yields sample indices of the remaining microbatches; runs in the process that trains."""
-
-    def __init__(self, stream: GlobalBatchPackStream) -> None:
-        self._stream = stream
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return self._stream.remaining_microbatches()
+    def _agree_on_dataset(self, dist_context: DistributedContext, dataset: Any, num_samples: int) -> str:  # noqa: ANN401
+        """Return the fingerprint of the dataset as rank 0 sees it, and refuse datasets of other sizes on other ranks."""
+        fingerprint = ""
+        with failing_together(dist_context):
+            if self._config.fingerprint and dist_context.is_main_process:
+                fingerprint = dataset_fingerprint(dataset, in_process_of_its_own=self._config.num_workers > 0)
+        if not dist_context.is_distributed:
+            return fingerprint
+        of_first: list[Any] = [fingerprint, num_samples]
+        dist.broadcast_object_list(of_first, src=0)
+        with failing_together(dist_context):
+            if of_first[1] != num_samples:
+                raise ValueError(
+                    f"the dataset has {num_samples} samples here, but {of_first[1]} on rank 0: dataset_factory must build "
+                    "the same one on every rank. The stream gives each rank its share."
+                )
+        return of_first[0]

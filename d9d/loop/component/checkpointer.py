@@ -20,8 +20,10 @@ from d9d.loop.component.garbage_collector import ManualGarbageCollector
 from d9d.loop.component.job_schedule import JobSchedule
 from d9d.loop.config import CheckpointingConfig
 
+STATE_KEY = "state"
+"""Key of the state of the job in a checkpoint."""
+
 _COMPLETE = re.compile(r"save-([0-9]+)")
-_STATE = "state"
 _METADATA = ".metadata"
 
 SavedTensors = dict[str, TensorStorageMetadata | None]
@@ -57,7 +59,7 @@ class StateCheckpointer:
         self._schedule = schedule
         self._config = config
         self._gc = gc
-        self.save_dir = config.save_dir if run_name is None else config.save_dir / run_name
+        self.save_dir = checkpoint_dir(config, run_name)
         """Folder of the checkpoints of the run."""
 
     def checkpoint_if_needed(self, state: Stateful) -> None:
@@ -72,9 +74,9 @@ class StateCheckpointer:
         partial = final.with_name(f"{final.name}.partial")
         self._gc.collect_forced()
         self._on_main_process(partial, lambda: _make_empty(partial))
-        with _quiet_on_one_process():
+        with quiet_on_one_process():
             state_dict_saver.save(
-                {_STATE: state.state_dict()}, checkpoint_id=partial, no_dist=not self._dist_context.is_distributed
+                {STATE_KEY: state.state_dict()}, checkpoint_id=partial, no_dist=not self._dist_context.is_distributed
             )
         # It returns on a rank once rank 0 has written the metadata, which comes last.
         self._on_main_process(final, lambda: self._commit(partial, final))
@@ -106,37 +108,26 @@ class StateCheckpointer:
         partial.rename(final)
         shutil.rmtree(replaced, ignore_errors=True)
         if self._config.num_to_keep is not None:
-            for _, path in self._list_complete()[: -self._config.num_to_keep]:
+            for _, path in _list_complete(self.save_dir)[: -self._config.num_to_keep]:
                 shutil.rmtree(path)
         self._dist_context.logger.info("saved checkpoint %s", final)
 
-    def _list_complete(self) -> list[tuple[int, Path]]:
-        """Return the complete checkpoints, oldest step first."""
-        if not self.save_dir.is_dir():
-            return []
-        found = [
-            (int(match.group(1)), path)
-            for path in self.save_dir.iterdir()
-            if (match := _COMPLETE.fullmatch(path.name)) and not path.is_symlink() and (path / _METADATA).is_file()
-        ]
-        return sorted(found)
-
     def load_last_checkpoint(self, state: Stateful) -> bool:
         """Resume from the newest complete checkpoint, and return whether there is one. All ranks must call it; blocks."""
-        path = self._find_newest()
+        path = find_newest_checkpoint(self._dist_context, self.save_dir)
         if path is None:
             return False
         metadata = filesystem.FileSystemReader(path).read_metadata()
         saved: SavedTensors = {
-            key.removeprefix(f"{_STATE}."): value if isinstance(value, TensorStorageMetadata) else None
+            key.removeprefix(f"{STATE_KEY}."): value if isinstance(value, TensorStorageMetadata) else None
             for key, value in metadata.state_dict_metadata.items()
         }
         if isinstance(state, PreparesToLoad):
             state.prepare_to_load(saved)
         # Any: state dicts hold what their owners choose.
-        loaded: dict[str, Any] = {_STATE: state.state_dict()}
+        loaded: dict[str, Any] = {STATE_KEY: state.state_dict()}
         try:
-            with _quiet_on_one_process():
+            with quiet_on_one_process():
                 state_dict_loader.load(loaded, checkpoint_id=path, no_dist=not self._dist_context.is_distributed)
         except (CheckpointException, RuntimeError, ValueError, KeyError) as error:
             reason = str(error).strip().splitlines()[-1:]
@@ -144,19 +135,38 @@ class StateCheckpointer:
                 f"cannot resume from the checkpoint {path}: {''.join(reason)}. If model, optimizer or metrics were changed "
                 f"since it was written, start another run (run.name), or delete it."
             ) from error
-        state.load_state_dict(loaded[_STATE])
+        state.load_state_dict(loaded[STATE_KEY])
         if self._dist_context.is_main_process:
             self._dist_context.logger.info("resumed from %s", path)
         return True
 
-    def _find_newest(self) -> Path | None:
-        newest: list[str | None] = [None]
-        if self._dist_context.is_main_process:
-            complete = self._list_complete()
-            newest = [str(complete[-1][1]) if complete else None]
-        if self._dist_context.is_distributed:
-            dist.broadcast_object_list(newest, src=0)
-        return None if newest[0] is None else Path(newest[0])
+
+def checkpoint_dir(config: CheckpointingConfig, run_name: str | None) -> Path:
+    """Return the folder of the checkpoints of a run, or of a job without a name."""
+    return config.save_dir if run_name is None else config.save_dir / run_name
+
+
+def find_newest_checkpoint(dist_context: DistributedContext, save_dir: Path) -> Path | None:
+    """Return the newest complete checkpoint as rank 0 sees it, or None. All ranks must call it; blocks."""
+    newest: list[str | None] = [None]
+    if dist_context.is_main_process:
+        complete = _list_complete(save_dir)
+        newest = [str(complete[-1][1]) if complete else None]
+    if dist_context.is_distributed:
+        dist.broadcast_object_list(newest, src=0)
+    return None if newest[0] is None else Path(newest[0])
+
+
+def _list_complete(save_dir: Path) -> list[tuple[int, Path]]:
+    """Return the complete checkpoints, oldest step first."""
+    if not save_dir.is_dir():
+        return []
+    found = [
+        (int(match.group(1)), path)
+        for path in save_dir.iterdir()
+        if (match := _COMPLETE.fullmatch(path.name)) and not path.is_symlink() and (path / _METADATA).is_file()
+    ]
+    return sorted(found)
 
 
 def _make_empty(folder: Path) -> None:
@@ -165,7 +175,7 @@ def _make_empty(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def _quiet_on_one_process() -> Generator[None]:
+def quiet_on_one_process() -> Generator[None]:
     """Leave out torch's warning that there is no process group: we asked for that."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")

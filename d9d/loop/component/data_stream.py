@@ -1,7 +1,7 @@
 """How packs get from the data provider to the device, and how their position gets into checkpoints."""
 
 import abc
-from collections.abc import Generator, Iterator
+from collections.abc import Collection, Generator, Iterator
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from d9d.core.dist_context import DistributedContext
 from d9d.core.protocol import MicrobatchPackStream
 from d9d.core.types import MicrobatchPack
-from d9d.dataset.pack_stream import global_batch_size_of, has_rank_invariant_state
+from d9d.dataset.pack_stream import has_rank_invariant_state, needs_main_thread
 from d9d.loop.component.pack_prefetch import PackPrefetcher, copy_pack
 
 __all__ = [
@@ -49,9 +49,33 @@ class DataParallelMicrobatchPackStream(MicrobatchPackStream):
         return self._inner.total_steps
 
     @property
-    def global_batch_size(self) -> int | None:
-        """Number of samples of a step over all ranks, if the inner stream knows it."""
-        return global_batch_size_of(self._inner)
+    def inner(self) -> MicrobatchPackStream:
+        """Stream of this rank."""
+        return self._inner
+
+    @property
+    def has_rank_invariant_state(self) -> bool:
+        """Tell whether all ranks share one position."""
+        return self._key == _INVARIANT_KEY
+
+    def refuse_other_ranks(self, keys: Collection[str]) -> None:
+        """Refuse positions that were saved for other ranks.
+
+        Args:
+            keys: Keys of the saved positions.
+
+        Raises:
+            ValueError: There is none for this rank.
+        """
+        if self._key in keys:
+            return
+        why = (
+            "the run was saved with a stream that keeps a position per rank"
+            if self.has_rank_invariant_state
+            else "a stream that keeps a position per rank cannot be resumed with another number of data-parallel ranks "
+            f"(now {self._dp_size})"
+        )
+        raise ValueError(f"the checkpoint has no data position {self._key!r}, only {sorted(keys)}: {why}.")
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position of the inner stream under the key of this rank."""
@@ -63,11 +87,7 @@ class DataParallelMicrobatchPackStream(MicrobatchPackStream):
         Raises:
             ValueError: There is none, since the run had another number of data-parallel ranks.
         """
-        if self._key not in state_dict:
-            raise ValueError(
-                f"the checkpoint has no data position {self._key!r}, only {sorted(state_dict)}: a stream that keeps a "
-                f"position per rank cannot be resumed with another number of data-parallel ranks (now {self._dp_size})."
-            )
+        self.refuse_other_ranks(state_dict)
         self._inner.load_state_dict(state_dict[self._key])
 
 
@@ -180,9 +200,10 @@ def build_device_pack_stream(
     Args:
         stream: Packs on the host.
         device: Device to copy them to.
-        prefetch_factor: Packs to hold ready; 0 copies each when it is needed, without a thread.
+        prefetch_factor: Packs to hold ready; 0 copies each when it is needed, without a thread. So is a stream that has to
+            be read on the main thread (`MainThreadStream`).
     """
-    if prefetch_factor == 0:
+    if prefetch_factor == 0 or needs_main_thread(stream):
         return DirectDevicePackStream(stream, device)
     return PrefetchingDevicePackStream(stream, device, prefetch_factor)
 

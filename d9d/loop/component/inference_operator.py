@@ -1,18 +1,26 @@
 """Run a pack of microbatches forward through the pipeline, and hand the outputs to the task."""
 
 import typing
+from typing import cast
 
 import torch
 
 from d9d.core.dist_context import DistributedContext
-from d9d.core.types import MicrobatchPack
+from d9d.core.types import IdleMicrobatch, MicrobatchPack
 from d9d.loop.component.pipeline_state import PipelineStateHandler
 from d9d.loop.control import BuildForwardInputsContext, InferenceTask, ProcessOutputsContext
 from d9d.loop.control.task import TBatch, TState
 from d9d.pipelining.api import TPipelineInput, TPipelineOutput, TSharedInput
 from d9d.pipelining.factory import PipelineScheduleInfo
 
-__all__ = ["InferenceTaskOperator"]
+__all__ = ["InferenceTaskOperator", "unwrap_idle"]
+
+
+def unwrap_idle(microbatch: TBatch | IdleMicrobatch[TBatch]) -> tuple[TBatch, bool]:
+    """Return what to run for a microbatch of a pack, and whether it counts for nothing."""
+    if isinstance(microbatch, IdleMicrobatch):
+        return cast("IdleMicrobatch[TBatch]", microbatch).batch, True
+    return cast("TBatch", microbatch), False
 
 
 class InferenceTaskOperator(typing.Generic[TBatch, TPipelineInput, TSharedInput, TPipelineOutput, TState]):
@@ -44,8 +52,10 @@ class InferenceTaskOperator(typing.Generic[TBatch, TPipelineInput, TSharedInput,
         self._state = pipeline_state
         """Holds the state of the microbatch that is being processed, and no other."""
 
-    def forward(self, pack: MicrobatchPack[TBatch]) -> None:
+    def forward(self, pack: MicrobatchPack[TBatch | IdleMicrobatch[TBatch]]) -> None:
         """Run all microbatches, and let the task process their outputs on the ranks that host the last stage.
+
+        Outputs of idle microbatches are dropped.
 
         All ranks of a pipeline must call it, with packs of the same number of microbatches.
 
@@ -59,19 +69,22 @@ class InferenceTaskOperator(typing.Generic[TBatch, TPipelineInput, TSharedInput,
             self._waiting.clear()
 
     def _build_inputs(
-        self, pack: MicrobatchPack[TBatch]
+        self, pack: MicrobatchPack[TBatch | IdleMicrobatch[TBatch]]
     ) -> tuple[tuple[TPipelineInput, ...], tuple[TSharedInput, ...]]:
         inputs: list[TPipelineInput] = []
         shared: list[TSharedInput] = []
-        for index, batch in enumerate(pack):
+        for index, microbatch in enumerate(pack):
+            batch, is_idle = unwrap_idle(microbatch)
             built = self._task.build_forward_inputs(BuildForwardInputsContext(batch=batch))
             inputs.append(built.input)
             shared.append(built.shared)
-            if self._has_outputs:
+            if self._has_outputs and not is_idle:
                 self._waiting[index] = built.state
         return tuple(inputs), tuple(shared)
 
     def _process(self, output: TPipelineOutput, microbatch_index: int) -> None:
+        if microbatch_index not in self._waiting:
+            return  # an idle microbatch
         self._state.store(microbatch_index, self._waiting.pop(microbatch_index))
         try:
             with self._state.scope(microbatch_index) as state:

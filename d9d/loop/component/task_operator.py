@@ -6,9 +6,9 @@ import torch
 
 from d9d.core.dist_context import DistributedContext
 from d9d.core.pytree import tree_leaves
-from d9d.core.types import MicrobatchPack
+from d9d.core.types import IdleMicrobatch, MicrobatchPack
 from d9d.loop.component.gradient_manager import GradientManager
-from d9d.loop.component.inference_operator import InferenceTaskOperator
+from d9d.loop.component.inference_operator import InferenceTaskOperator, unwrap_idle
 from d9d.loop.component.job_schedule import JobSchedule
 from d9d.loop.component.pipeline_state import PipelineStateHandler
 from d9d.loop.component.pipeline_timeline import PipelineTimelineRecorder
@@ -41,13 +41,17 @@ class TrainTaskOperator(typing.Generic[TBatch, TPipelineInput, TSharedInput, TPi
         self._pipeline = pipeline.schedule
         self._state = pipeline_state
         self._gradient_manager = gradient_manager
+        self._idle: set[int] = set()
+        """Microbatches of the pack that count for nothing."""
         self._schedule = job_schedule
         self._metrics = metrics
         self._recorder = PipelineTimelineRecorder(dist_context, timeline, job_schedule, self._pipeline)
         self._pipeline.set_backward_observer(gradient_manager)
 
-    def forward_backward(self, pack: MicrobatchPack[TBatch]) -> None:
+    def forward_backward(self, pack: MicrobatchPack[TBatch | IdleMicrobatch[TBatch]]) -> None:
         """Run the forward and backward passes of all microbatches; gradients are being summed when it returns.
+
+        Of idle microbatches, the task sees the inputs only. Their backward passes run with a weight of 0.
 
         Args:
             pack: Microbatches of this rank, with their tensors on its device.
@@ -55,18 +59,26 @@ class TrainTaskOperator(typing.Generic[TBatch, TPipelineInput, TSharedInput, TPi
         inputs: list[TPipelineInput] = []
         shared: list[TSharedInput] = []
         try:
-            for index, batch in enumerate(pack):
+            for index, microbatch in enumerate(pack):
+                batch, is_idle = unwrap_idle(microbatch)
                 built = self._task.build_forward_inputs(BuildForwardInputsContext(batch=batch))
                 inputs.append(built.input)
                 shared.append(built.shared)
                 self._state.store(index, built.state)
+                if is_idle:
+                    self._idle.add(index)
             self._gradient_manager.set_required_accumulations(len(inputs))
             with self._recorder.watch_step():
                 self._pipeline.step(tuple(inputs), tuple(shared), self._weighted_loss)
         finally:
             self._state.reset()
+            self._idle.clear()
 
     def _weighted_loss(self, output: TPipelineOutput, microbatch_index: int) -> torch.Tensor:
+        if microbatch_index in self._idle:
+            nothing = torch.zeros(())
+            _silence_where_zero(output, nothing)
+            return self._gradient_manager.add_loss_with_weight(_any_loss(output), nothing)
         with self._state.scope(microbatch_index) as state:
             result = self._task.compute_loss(
                 ComputeLossContext(pipeline_results=output, state=state, schedule=self._schedule)
@@ -75,6 +87,12 @@ class TrainTaskOperator(typing.Generic[TBatch, TPipelineInput, TSharedInput, TPi
         if result.loss_weight is not None:
             _silence_where_zero(output, result.loss_weight)
         return self._gradient_manager.add_loss_with_weight(result.loss, result.loss_weight)
+
+
+def _any_loss(output: object) -> torch.Tensor:
+    """Return a loss that depends on all of an output."""
+    leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    return torch.stack([leaf.sum().real for leaf in leaves]).sum() if leaves else torch.zeros(())
 
 
 def _silence_where_zero(output: object, weight: torch.Tensor) -> None:

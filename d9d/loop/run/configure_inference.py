@@ -18,6 +18,9 @@ from d9d.loop.component import (
     TrackedModules,
     build_device_pack_stream,
 )
+from d9d.loop.component.checkpointer import checkpoint_dir
+from d9d.loop.component.data_position import STREAM_KEY, restore_data_position
+from d9d.loop.component.peer_agreement import PeerAgreement
 from d9d.loop.component.progress import TrainingProgress
 from d9d.loop.config import InferenceConfig, PipeliningConfig
 from d9d.loop.control import (
@@ -40,10 +43,11 @@ from d9d.loop.event.catalogue.inference import (
     EVENT_INFERENCE_CONFIG_STARTED,
     EVENT_INFERENCE_DATA_STREAM_READY,
     EVENT_INFERENCE_MODEL_STAGES_READY,
+    EVENT_INFERENCE_STEP_PRE,
 )
 from d9d.loop.run.inference import Inference, InferenceJobState, StepSync
 from d9d.loop.run.job_start import start_job
-from d9d.loop.run.job_state import CheckpointedState, RandomState
+from d9d.loop.run.job_state import CheckpointedState, RandomState, refuse_training_checkpoint
 from d9d.pipelining.factory import PipelineScheduleInferenceConfig, PipelineScheduleInfo
 
 # `Any` below: the types of batches, inputs and outputs are known to the job alone; the loop passes them on.
@@ -88,8 +92,12 @@ class InferenceConfigurator:
         stream = DataParallelMicrobatchPackStream(
             context, self._data_provider(InitializeDataProviderContext(dist_context=context))
         )
+        save_dir = checkpoint_dir(self._config.checkpointing, run_name=None)
+        restore_data_position(context, save_dir, stream, refuse_training_checkpoint)
         bus.trigger(EVENT_INFERENCE_DATA_STREAM_READY, EventDataStreamReadyContext(stream=stream))
         schedule = JobSchedule(self._config.schedule, stream)
+        agreement = PeerAgreement(context, stream, schedule, self._config.data_agreement)
+        bus.subscribe(EVENT_INFERENCE_STEP_PRE, agreement.check)
         pipeline, modules = self._build_stages(context, bus)
         return Inference(self._build_loop(context, bus, timeouts, task, stream, schedule, pipeline, modules))
 
@@ -142,7 +150,7 @@ class InferenceConfigurator:
             checkpointer=StateCheckpointer(context, schedule, config.checkpointing, gc, run_name=None),
             checkpointed=CheckpointedState(
                 dist_context=context,
-                parts={"schedule": schedule, "microbatch_pack_stream": packs, "task": task},
+                parts={"schedule": schedule, STREAM_KEY: packs, "task": task},
                 parts_of_rank={"random": RandomState(context.current_device)},
                 saved_elsewhere=() if pipeline.has_last_stage else ("task",),
             ),

@@ -25,6 +25,9 @@ from d9d.loop.component import (
     TrainTaskOperator,
     build_device_pack_stream,
 )
+from d9d.loop.component.checkpointer import checkpoint_dir
+from d9d.loop.component.data_position import STREAM_KEY, restore_data_position
+from d9d.loop.component.peer_agreement import PeerAgreement
 from d9d.loop.component.progress import TrainingProgress
 from d9d.loop.config import TrainerConfig
 from d9d.loop.control import (
@@ -52,6 +55,7 @@ from d9d.loop.event.catalogue.train import (
     EVENT_TRAIN_LR_SCHEDULER_READY,
     EVENT_TRAIN_MODEL_STAGES_READY,
     EVENT_TRAIN_OPTIMIZER_READY,
+    EVENT_TRAIN_STEP_PRE,
     EventLRSchedulerReadyContext,
     EventOptimizerReadyContext,
 )
@@ -109,8 +113,12 @@ class TrainingConfigurator:
         stream = DataParallelMicrobatchPackStream(
             context, self._data_provider(InitializeDataProviderContext(dist_context=context))
         )
+        save_dir = checkpoint_dir(self._config.checkpointing, self._config.run.name)
+        restore_data_position(context, save_dir, stream, refuse=lambda keys: None)
         bus.trigger(EVENT_TRAIN_DATA_STREAM_READY, EventDataStreamReadyContext(stream=stream))
         schedule = JobSchedule(self._config.schedule, stream)
+        agreement = PeerAgreement(context, stream, schedule, self._config.data_agreement)
+        bus.subscribe(EVENT_TRAIN_STEP_PRE, agreement.check)
         pipeline, modules = self._build_stages(context, bus)
         return Trainer(self._build_loop(context, bus, timeouts, task, stream, schedule, pipeline, modules))
 
@@ -159,7 +167,7 @@ class TrainingConfigurator:
         parts: dict[str, Any] = {
             "schedule": schedule,
             "tracked_modules": modules,
-            "microbatch_pack_stream": packs,
+            STREAM_KEY: packs,
             "logger": logger,
             "task": task,
             "optimizer": optimizer,

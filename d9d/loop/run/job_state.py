@@ -1,7 +1,7 @@
 """Everything of a job that a checkpoint holds."""
 
 import dataclasses
-from collections.abc import Container, Mapping
+from collections.abc import Collection, Container, Mapping
 from typing import Any
 
 import torch
@@ -54,10 +54,8 @@ class CheckpointedState(Stateful):
                 training job one of a model that was cut into other stages.
         """
         optimizer = self.parts.get("optimizer")
-        if optimizer is None and any(name.startswith(_ONLY_IN_TRAINING) for name in saved):
-            raise ValueError(
-                "checkpointing.save_dir holds checkpoints of a training job. Name a folder of its own for inference."
-            )
+        if optimizer is None:
+            refuse_training_checkpoint(saved)
         if optimizer is not None:
             self._refuse_other_cut(saved)
         if isinstance(optimizer, PipelinedOptimizer):
@@ -112,6 +110,21 @@ class CheckpointedState(Stateful):
             for name, part in self.parts_of_rank.items():
                 part.load_state_dict(of_rank[name])
         self.has_state_of_rank, self.is_loading = True, False
+
+
+def refuse_training_checkpoint(keys: Collection[str]) -> None:
+    """Refuse a checkpoint of a training job, whose steps are other ones, in an inference job.
+
+    Args:
+        keys: Flattened keys of the checkpoint.
+
+    Raises:
+        ValueError: It is one.
+    """
+    if any(name.startswith(_ONLY_IN_TRAINING) for name in keys):
+        raise ValueError(
+            "checkpointing.save_dir holds checkpoints of a training job. Name a folder of its own for inference."
+        )
 
 
 class RandomState(Stateful):

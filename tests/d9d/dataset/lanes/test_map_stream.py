@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from torch.utils.data import Subset
 
 from d9d.core.protocol import MicrobatchPackStream
+from d9d.core.types import IdleMicrobatch
 from d9d.dataset.lanes import (
     BatchSchedule,
     DataPlan,
@@ -118,8 +119,13 @@ def over_ranks(built: DataPlan, dp_size: int, state=None, **changes) -> list[lis
     return [list(itertools.chain(*step)) for step in zip(*ranks, strict=True)]
 
 
+def busy(step: list) -> list:
+    return [microbatch for microbatch in step if not isinstance(microbatch, IdleMicrobatch)]
+
+
 def expected(built: DataPlan, first: int = 0) -> list[list]:
-    return [built.step_samples(step).tolist() for step in range(first, built.total_steps)]
+    steps = [built.step_samples(step).tolist() for step in range(first, built.total_steps)]
+    return [[[sample for sample in microbatch if sample >= 0] for microbatch in step] for step in steps]
 
 
 def test_a_stream_says_what_the_loop_asks():
@@ -135,7 +141,7 @@ def test_microbatches_do_not_depend_on_ranks_or_workers(dp_size, workers):
     assert over_ranks(built, dp_size, workers=workers) == expected(built)
 
 
-@pytest.mark.parametrize("tail", [Tail.wrap, Tail.drop])
+@pytest.mark.parametrize("tail", [Tail.wrap, Tail.drop, Tail.short])
 def test_a_state_saved_after_every_step_leads_to_the_same_rest(tail):
     # Epochs of 3.25 steps: positions cross them in every possible way.
     built = plan(26, num_epochs=4, tail=tail)
@@ -181,13 +187,13 @@ def test_every_change_of_ranks_at_every_step_leads_to_the_same_rest():
     num_samples=st.integers(1, 60),
     micro=st.integers(1, 3),
     num_micro=st.integers(1, 6),
-    tail=st.sampled_from([Tail.wrap, Tail.drop]),
+    tail=st.sampled_from([Tail.wrap, Tail.drop, Tail.short]),
     num_epochs=st.integers(1, 3),
     data=st.data(),
 )
 def test_any_run_can_stop_anywhere_and_go_on_anyhow(num_samples, micro, num_micro, tail, num_epochs, data):
     size = micro * num_micro
-    assume(num_samples >= size)
+    assume(num_samples >= size or tail is Tail.short)
     built = plan(num_samples, size, micro, tail=tail, num_epochs=num_epochs)
     before, after = (data.draw(st.sampled_from(built.valid_dp_sizes)) for _ in range(2))
     done = data.draw(st.integers(0, built.total_steps))
@@ -195,7 +201,7 @@ def test_any_run_can_stop_anywhere_and_go_on_anyhow(num_samples, micro, num_micr
     first = [list(itertools.chain(*step)) for step in zip(*(take(packs, done) for packs in ranks), strict=True)]
     states = [packs.state_dict() for packs in ranks]
     assert all(state == states[0] for state in states)
-    assert first + over_ranks(built, after, states[0]) == expected(built)
+    assert list(map(busy, first + over_ranks(built, after, states[0]))) == expected(built)
 
 
 @pytest.mark.parametrize("persistent", [False, True])
@@ -424,6 +430,62 @@ def test_weights_go_under_the_name_that_is_asked_for():
     assert (microbatch["samples"], microbatch["w"].tolist()) == ([0, 0], [1.0, 0.0])
 
 
+# -- a short last step
+
+
+def test_a_short_step_gives_every_rank_as_many_microbatches():
+    # 13 samples in steps of 8: the second has 5, in microbatches of 2, 2 and 1.
+    built = plan(13, tail=Tail.short, shuffle=False)
+    packs = {
+        dp_size: [list(stream(built, dp_size=dp_size, dp_rank=r))[1] for r in range(dp_size)] for dp_size in (1, 2, 4)
+    }
+    assert packs[1] == [([8, 9], [10, 11], [12])]
+    assert packs[2] == [([8, 9], [10, 11]), ([12], IdleMicrobatch([12]))]
+    assert packs[4] == [([8, 9],), ([10, 11],), ([12],), (IdleMicrobatch([12]),)]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("num_samples", [1, 2, 9, 11, 16, 17])
+def test_a_short_step_reads_each_sample_once_on_any_number_of_ranks(num_samples, workers):
+    built = plan(num_samples, 8, 2, tail=Tail.short, num_epochs=2)
+    for dp_size in (1, 2, 4):
+        steps = over_ranks(built, dp_size, workers=workers)
+        assert list(map(busy, steps)) == expected(built)
+        half = len(steps) // 2
+        for epoch in (steps[:half], steps[half:]):
+            read = [sample for step in epoch for microbatch in busy(step) for sample in microbatch]
+            assert sorted(read) == list(range(num_samples))
+
+
+def test_weights_of_a_short_step_are_ones():
+    built = plan(3, 8, 2, tail=Tail.short, shuffle=False)
+    (step,) = over_ranks(built, 4, collate=samples_by_name, attach_weights=add_weights)
+    weights = [(m.batch if isinstance(m, IdleMicrobatch) else m)["sample_weight"].tolist() for m in step]
+    assert weights == [[1.0, 1.0], [1.0], [1.0], [1.0]]
+
+
+@pytest.mark.parametrize("tail", [Tail.drop, Tail.short])
+def test_chunks_are_the_same_on_any_number_of_ranks(tail):
+    built = plan(29, num_epochs=2, num_lanes=2, is_chunked=True, tail=tail)
+    for dp_size in (1, 2):
+        assert list(map(busy, over_ranks(built, dp_size))) == expected(built)
+
+
+# -- digests of what a rank reads
+
+
+def test_peers_have_one_digest_and_others_another():
+    built = plan(32, shuffle=False)
+    digests = {
+        (rank, step): stream(built, dp_size=2, dp_rank=rank).sample_digest(step) for rank in (0, 1) for step in (0, 3)
+    }
+    assert len(set(digests.values())) == 4
+    assert all(0 <= digest < 2**56 for digest in digests.values())
+    for other in (plan(32, shuffle=False), plan(32, 16, shuffle=False, num_epochs=2)):
+        is_equal = stream(other, dp_size=2, dp_rank=0).sample_digest(3) == digests[0, 3]
+        assert is_equal == (other == built)
+
+
 # -- random numbers
 
 
@@ -534,13 +596,13 @@ def test_a_collate_function_that_raises_names_the_samples():
 
 @pytest.mark.timeout_s(30)
 def test_a_worker_that_dies_is_reported():
-    with pytest.raises(RuntimeError, match=r"step 1 of data-parallel rank 0 \(positions 0 to 7 .*process died"):
+    with pytest.raises(RuntimeError, match=r"step 1 of data-parallel rank 0, .* samples \d, \d of the .*process died"):
         list(stream(plan(24, shuffle=False), Dying(24), workers=1))
 
 
 @pytest.mark.timeout_s(30)
 def test_a_worker_that_hangs_is_reported():
-    with pytest.raises(RuntimeError, match=r"\(positions 4 to 7 of the run\).*timed out"):
+    with pytest.raises(RuntimeError, match=r"samples 4, 5 of the dataset \(positions 4 to 5 of the run\).*timed out"):
         list(
             stream(
                 plan(24, shuffle=False),

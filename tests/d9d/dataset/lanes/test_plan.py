@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from d9d.dataset.lanes import BatchSchedule, DataPlan, Permutation, RampPoint, StepRange, Tail
 from d9d.dataset.lanes.plan import divisors
 
-WRAP, DROP, PAD = Tail.wrap, Tail.drop, Tail.pad
+WRAP, DROP, PAD, SHORT = Tail.wrap, Tail.drop, Tail.pad, Tail.short
 
 
 def plan(num_samples: int, global_batch: int = 8, micro: int = 2, **changes) -> DataPlan:
@@ -22,8 +22,14 @@ def plan(num_samples: int, global_batch: int = 8, micro: int = 2, **changes) -> 
 
 
 def rank_microbatches(built: DataPlan, step: int, dp_size: int, dp_rank: int) -> list[list[int]]:
-    offsets = np.arange(built.microbatch_size)
-    return [built.order.samples(start + offsets).tolist() for start in built.microbatch_starts(step, dp_size, dp_rank)]
+    size = built.microbatch_size
+    reads = [(start, built.order.num_read(start, size)) for start in built.microbatch_starts(step, dp_size, dp_rank)]
+    return [built.order.samples(start + np.arange(num_read)).tolist() for start, num_read in reads if num_read]
+
+
+def all_microbatches(built: DataPlan, step: int) -> list[list[int]]:
+    """Microbatches of all ranks that are not idle."""
+    return [[sample for sample in row if sample >= 0] for row in built.step_samples(step).tolist()]
 
 
 def test_microbatches_of_a_step_are_divided_into_blocks():
@@ -41,6 +47,7 @@ def test_microbatches_of_a_step_are_divided_into_blocks():
         (WRAP, [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 0], [1, 2, 3, 4], [5, 6, 7, 8]], 11, 0, 0),
         (DROP, [[0, 1, 2, 3], [4, 5, 6, 7]] * 2, 8, 0, 3),
         (PAD, [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 0]] * 2, 12, 1, 0),
+        (SHORT, [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10]] * 2, 12, 0, 0),
     ],
 )
 def test_the_end_of_an_epoch(tail, steps, epoch_length, num_padding, num_dropped):
@@ -49,6 +56,39 @@ def test_the_end_of_an_epoch(tail, steps, epoch_length, num_padding, num_dropped
     assert [built.step_samples(step).ravel().tolist() for step in range(len(steps))] == steps
     order = built.order
     assert (order.epoch_length, order.num_padding, order.num_dropped) == (epoch_length, num_padding, num_dropped)
+
+
+# 13 = 8 + 5 samples, in microbatches of 2, 2 and 1.
+@pytest.mark.parametrize(
+    ("dp_size", "num_microbatches", "by_rank"),
+    [
+        (1, 3, [[[8, 9], [10, 11], [12]]]),
+        (2, 2, [[[8, 9], [10, 11]], [[12]]]),
+        (4, 1, [[[8, 9]], [[10, 11]], [[12]], []]),
+    ],
+)
+def test_a_short_step_is_dealt_out_evenly(dp_size, num_microbatches, by_rank):
+    built = plan(13, tail=SHORT, shuffle=False)
+    assert [built.num_microbatches(step, dp_size) for step in (0, 1)] == [4 // dp_size, num_microbatches]
+    assert [rank_microbatches(built, 1, dp_size, rank) for rank in range(dp_size)] == by_rank
+    assert {len(built.microbatch_starts(1, dp_size, rank)) for rank in range(dp_size)} == {num_microbatches}
+    assert built.step_samples(1).tolist() == [[8, 9], [10, 11], [12, -1]]
+
+
+def test_an_epoch_of_whole_steps_has_no_short_one():
+    built, other = plan(16, tail=SHORT, num_epochs=3), plan(16, tail=DROP, num_epochs=3)
+    assert built.total_steps == other.total_steps == 6
+    assert all((built.step_samples(step) == other.step_samples(step)).all() for step in range(6))
+
+
+def test_each_lane_reads_a_chunk():
+    # 19 samples, steps of 4, 2 lanes: chunks 0 to 7 and 8 to 15, and a last step with the rest.
+    built = plan(19, 4, 1, tail=SHORT, num_lanes=2, is_chunked=True, shuffle=False)
+    assert [all_microbatches(built, step) for step in range(5)] == [
+        *([[2 * step], [2 * step + 1], [8 + 2 * step], [9 + 2 * step]] for step in range(4)),
+        [[16], [17], [18]],
+    ]
+    assert [built.order.sample(position) for position in range(20)] == built.order.samples(np.arange(20)).tolist()
 
 
 def test_padding_weighs_nothing():
@@ -93,18 +133,25 @@ def test_a_shuffled_epoch_follows_the_permutation_of_its_number():
     shuffle=st.booleans(),
     num_epochs=st.integers(1, 3),
     seed=st.integers(0, 2**63 - 1),
+    is_chunked=st.booleans(),
 )
 def test_every_sample_once_per_epoch_and_the_same_on_any_number_of_ranks(
-    num_samples, micro, num_micro, tail, shuffle, num_epochs, seed
+    num_samples, micro, num_micro, tail, shuffle, num_epochs, seed, is_chunked
 ):
     size = micro * num_micro
-    assume(num_samples >= size or tail is PAD)
-    built = plan(num_samples, size, micro, tail=tail, shuffle=shuffle, num_epochs=num_epochs, seed=seed)
+    assume(num_samples >= size or tail in (PAD, SHORT))
+    options = {
+        "shuffle": shuffle,
+        "num_epochs": num_epochs,
+        "seed": seed,
+        "is_chunked": is_chunked and tail is not WRAP,
+    }
+    built = plan(num_samples, size, micro, tail=tail, **options)
     steps = range(built.total_steps)
-    whole = [built.step_samples(step).tolist() for step in steps]
+    whole = [all_microbatches(built, step) for step in steps]
     positions = range(len(whole) * size)
     weights = np.array(built.order.weights(positions))
-    samples = np.array(whole).ravel()
+    samples = np.array([(list(itertools.chain(*step)) + [-1] * size)[:size] for step in whole]).ravel()
     length = built.order.epoch_length
     for epoch in range(num_epochs):
         in_epoch = slice(epoch * length, (epoch + 1) * length)
@@ -114,7 +161,9 @@ def test_every_sample_once_per_epoch_and_the_same_on_any_number_of_ranks(
         if tail is not DROP and is_whole:
             assert len(counted) == num_samples
     # What is left out: at the end of the run for `wrap`, at the end of each epoch for `drop`.
-    num_left_out = {WRAP: num_samples * num_epochs % size, DROP: num_samples % size * num_epochs, PAD: 0}[tail]
+    num_left_out = {WRAP: num_samples * num_epochs % size, DROP: num_samples % size * num_epochs, PAD: 0, SHORT: 0}[
+        tail
+    ]
     assert weights.sum() == num_samples * num_epochs - num_left_out
     for dp_size in built.valid_dp_sizes:
         for step in steps:
@@ -146,6 +195,7 @@ def test_the_past_of_a_resumed_run_need_not_fit():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"is_chunked": True}, "chunks need epochs that end with a step"),
         ({"num_samples": 0}, r"num_samples \(0\)"),
         ({"micro": 0}, r"microbatch_size \(0\)"),
         ({"num_samples": 0, "num_epochs": 0, "seed": -1}, r"num_samples \(0\).*num_epochs \(0\).*seed \(-1\)"),

@@ -27,6 +27,7 @@ def test_a_state_is_numbers_and_strings():
         "skip_steps": "3-5,20-21",
         "microbatch_size": 2,
         "num_lanes": 2,
+        "num_chunks": 0,
         "num_steps": 6,
         "consumed": 32,  # 6 steps of 4, and 2 that were jumped over
         "fingerprint": "abc",
@@ -59,6 +60,13 @@ def test_other_values_beside_it_are_left_alone():
 def test_states_that_cannot_be_read_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         LaneState.from_dict({**state().to_dict(), **changes})
+
+
+def test_a_state_of_another_kind_is_told_from_a_broken_one():
+    # What `AutoDataProvider` saved before its data was elastic, and the state of PyTorch's own loader.
+    for other in ({"version": 1, "consumed_steps": 3, "seed": 0}, {"_snapshot": {}}, {}):
+        with pytest.raises(ValueError, match=r"is not one of this stream.*Resume with what saved it"):
+            LaneState.from_dict(other)
 
 
 def test_a_state_that_lacks_a_value_is_refused():
@@ -118,6 +126,15 @@ def test_epochs_that_end_with_a_step_keep_their_batch_size(tail):
     check_resume(saved, state(0, tail=tail, schedule=BatchSchedule.constant(8), microbatch_size=1))
     with pytest.raises(ValueError, match=r"global_batch_size \(checkpoint: 8, now: 16\)"):
         check_resume(saved, state(0, tail=tail, schedule=BatchSchedule.constant(16)))
+
+
+def test_other_chunks_are_refused():
+    schedule = BatchSchedule.constant(8)
+    chunked = {"tail": Tail.short, "schedule": schedule, "is_chunked": True}
+    saved = state(num_lanes=2, **chunked)
+    check_resume(saved, state(0, num_lanes=2, **chunked, microbatch_size=1))
+    with pytest.raises(ValueError, match=r"num_chunks \(checkpoint: 2, now: 4\)"):
+        check_resume(saved, state(0, num_lanes=4, **chunked))
 
 
 def test_another_order_is_refused():

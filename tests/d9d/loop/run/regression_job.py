@@ -164,7 +164,7 @@ def build_job(
     mesh: DeviceMeshParameters,
     folder: Path,
     *,
-    total_steps: int = 20,
+    total_steps: int | None = 20,
     microbatch_size: int = 2,
     dtype: torch.dtype = torch.float64,
     dropout: float = 0.0,

@@ -1,0 +1,87 @@
+"""``python -m d9d data``: the samples that the steps and ranks of a job read, from its config file alone."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+__all__ = ["HELP", "add_arguments", "describe"]
+
+HELP = """Shows, without data or model, what a job reads: steps, epochs, lanes, the numbers of data-parallel ranks that it can
+start and resume on, samples per rank, padding, and the first samples.
+
+CONFIG is the YAML file of the job, with the settings of AutoDataProvider under `data` (or only these). Its mesh and
+schedule.total_steps count, if it has them.
+
+The exit status is 0, or 1 if the job cannot run on one of the --dp.
+
+  python -m d9d data plan config.yaml --num-samples 65536 --dp 1,2,4,8"""
+
+_LOOPS = ("trainer", "inference")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the words after ``python -m d9d data``."""
+    parser.add_argument("action", choices=["plan"], help="what to show")
+    parser.add_argument("config", type=Path, metavar="CONFIG", help="config file of the job")
+    parser.add_argument("--num-samples", type=int, required=True, metavar="N", help="samples of the dataset")
+    parser.add_argument(
+        "--dp",
+        type=_sizes,
+        metavar="D,...",
+        help="numbers of data-parallel ranks (default: that of the mesh, and all valid)",
+    )
+
+
+def _sizes(text: str) -> list[int]:
+    try:
+        sizes = [int(part) for part in text.split(",")]
+    except ValueError:
+        sizes = []
+    if not sizes or min(sizes) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers of ranks, such as 1,2,4")
+    return sizes
+
+
+def describe(args: argparse.Namespace) -> tuple[str, bool]:
+    """Return the text to show, and whether the job cannot run on a number of ranks that was asked for.
+
+    Raises:
+        ValueError: The config is wrong, or does not fit the dataset; names all problems.
+        OSError: It cannot be read.
+    """
+    import yaml
+    from pydantic import ValidationError
+
+    from d9d.core.dist_context import DeviceMeshParameters
+    from d9d.dataset.lanes.plan import MAX_LISTED
+    from d9d.loop.auto.data import AutoDataConfig, build_data_plan, rank_problems
+    from d9d.loop.auto.data_report import describe_data
+
+    try:
+        document = yaml.safe_load(args.config.read_text())
+    except yaml.YAMLError as error:
+        raise ValueError(f"{args.config} is no YAML: {error}") from error
+    if not isinstance(document, dict):
+        raise ValueError(f"{args.config} must hold settings by name.")
+    try:
+        config = AutoDataConfig.model_validate(document.get("data", document))
+        mesh = DeviceMeshParameters.model_validate(document.get("mesh", {})) if "data" in document else None
+    except ValidationError as error:
+        problems = (f"{'.'.join(map(str, each['loc'])) or 'data'}: {each['msg']}" for each in error.errors())
+        raise ValueError(f"{args.config}: " + "; ".join(problems)) from error
+    valid = build_data_plan(config, args.num_samples).valid_dp_sizes[-MAX_LISTED:]
+    own = set[int]() if mesh is None else {mesh.data_parallel}
+    dp_sizes: list[int] = args.dp or sorted(own.union(valid))
+    text = describe_data(config, args.num_samples, dp_sizes, _total_steps(document))
+    return text, any(rank_problems(config, dp_size) for dp_size in dp_sizes)
+
+
+# Any: a config file holds what its author wrote.
+def _total_steps(document: dict[str, Any]) -> int | None:
+    from d9d.loop.config import JobScheduleConfig
+
+    for loop in _LOOPS:
+        schedule = (document.get(loop) or {}).get("schedule") if "data" in document else None
+        if schedule is not None:
+            return JobScheduleConfig.model_validate(schedule).total_steps
+    return None

@@ -1,0 +1,92 @@
+"""The plan of a job's data as text."""
+
+import pytest
+
+from d9d.loop.auto import AutoDataConfig
+from d9d.loop.auto.data_report import describe_data
+
+
+def config(**changes: object) -> AutoDataConfig:
+    return AutoDataConfig.model_validate({"global_batch_size": 8, "microbatch_size": 2, "num_workers": 0, **changes})
+
+
+def test_a_short_step():
+    # 13 samples: a step of 8, and one of 5 in 3 microbatches. Of 4 ranks, the last is idle then and reads 2 samples less,
+    # in each of 2 epochs.
+    assert (
+        describe_data(config(drop_last=False, num_epochs=2), 13, [1, 2, 3, 4])
+        == """\
+samples  13, in the order of the dataset
+step     8 samples in 4 microbatches of 2
+epoch    2 steps, the last one with 5 samples; no padding
+run      4 steps, 2 epochs
+lanes    4: starts and resumes on one of 1, 2, 4 data-parallel ranks
+
+ranks    microbatches per step   samples per rank
+1        4, 3 in the last        26
+2        2, 2 in the last, 1 idle 10 to 16
+3        global_batch_size (8) is not a multiple of data_parallel * microbatch_size (3 * 2 = 6). Use 6 or 12.
+4        1, 1 in the last, 1 idle 4 to 8
+
+first samples, by microbatch
+step 1   1: 0 1
+step 1   2: 2 3
+step 1   3: 4 5
+step 1   4: 6 7
+step 2   1: 8 9
+step 2   2: 10 11
+step 2   3: 12"""
+    )
+
+
+# 21 samples in steps of 8.
+@pytest.mark.parametrize(
+    ("changes", "total_steps", "lines"),
+    [
+        (
+            {},
+            None,
+            ["epoch    2 steps; no padding, 5 samples are left out", "run      2 steps, 1 epochs", "2 * 8 = 16 each"],
+        ),
+        (
+            {"tail": "pad"},
+            2,
+            ["epoch    3 steps; 3 samples come twice, the second time with weight 0", "run      2 steps, "],
+        ),
+        (
+            {"tail": "wrap", "num_epochs": None},
+            None,
+            ["epoch    2.625 steps; no padding", "run      no end: set schedule."],
+        ),
+        ({"tail": "wrap", "num_epochs": 8}, 20, ["run      20 steps, 7.61905 epochs", "20 * 8 = 160 each"]),
+        (
+            {"tail": "wrap", "num_epochs": 4, "global_batch_ramp": {3: 16}},
+            4,
+            ["of 2, 16 from step 3", "epoch    21 samples", "2, 4                    24", "8 + 8 + 16 + 16 = 48 each"],
+        ),
+        ({"skip_steps": [[2, 2]], "num_epochs": 3}, None, ["skipped  steps 2 to 2", "run      5 steps, 3 epochs"]),
+        ({"shard_indexing_mode": "chunked", "lanes": 2}, None, ["chunks   2 blocks of neighbours"]),
+        ({"shuffle": True, "seed": 4}, None, ["samples  21, shuffled anew in each epoch (seed 4)"]),
+    ],
+    ids=str,
+)
+def test_what_is_said_of_other_runs(changes, total_steps, lines):
+    text = describe_data(config(**changes), 21, [1, 2], total_steps)
+    for line in lines:
+        # A hand count of all samples: what one rank reads.
+        expected = line.partition("= ")[2].removesuffix(" each") if line.endswith("each") else line
+        assert expected in text, text
+
+
+def test_more_steps_than_there_are_are_refused():
+    with pytest.raises(
+        ValueError, match=r"total_steps \(3\) is more than the data has \(2\)\. Lower it, or raise num_epochs"
+    ):
+        describe_data(config(), 21, [1], total_steps=3)
+
+
+def test_long_microbatches_and_steps_are_cut_short():
+    text = describe_data(config(global_batch_size=64, microbatch_size=10 + 6), 640, [1])
+    assert "step 1   1: 0 1 2 3 4 5 6 7 ...\n" in text
+    text = describe_data(config(global_batch_size=64), 640, [1])
+    assert text.endswith("step 2   4: 70 71\nstep 2   ...")
