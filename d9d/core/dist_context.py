@@ -218,7 +218,8 @@ class DistributedContext:
     [Note: one set of groups]
     Each domain is a mesh of its own, but all are built over the same process groups: `GroupPool` hands out one group
     for one set of ranks, so that ``dp_shard`` of the regular domain and ``dp_cp_shard`` of the dense domain are the
-    same communicator when context parallelism is off.
+    same communicator when context parallelism is off. The ``cp`` dimension of the batch domain alone has a group that no
+    other dimension shares, see [Note: a group for attention].
     """
 
     def __init__(self, params: DeviceMeshParameters, log_level: int, *, device: torch.device | None = None) -> None:
@@ -462,8 +463,13 @@ def _build_meshes(
     meshes: dict[str, DeviceMesh] = {}
     for domain, (domain_layout, dimensions) in domains.items():
         sizes = [math.prod(domain_layout.shape[part] for part in parts) for parts in dimensions.values()]
+        groups: list[dist.ProcessGroup] = []
+        for (name, parts), size in zip(dimensions.items(), sizes, strict=True):
+            has_own_group = domain == BATCH_DOMAIN and name == "cp" and size > 1
+            build_group = pool.separate_group if has_own_group else pool.group
+            groups.append(build_group(domain_layout.peers(parts), name))
         meshes[domain] = DeviceMesh.from_group(
-            [pool.group(domain_layout.peers(parts), name) for name, parts in dimensions.items()],
+            groups,
             device_type,
             world.view(sizes),
             mesh_dim_names=tuple(dimensions),

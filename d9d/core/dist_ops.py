@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 
 try:
-    from torch.distributed import all_gather_single
-except ImportError:  # before torch 2.13, which renamed it
+    from torch.distributed import all_gather_single, reduce_scatter_single
+except ImportError:  # before torch 2.13, which renamed them
     from torch.distributed import all_gather_into_tensor as all_gather_single  # pyright: ignore[reportDeprecated]
+    from torch.distributed import reduce_scatter_tensor as reduce_scatter_single  # pyright: ignore[reportDeprecated]
 
 T = TypeVar("T")
 
@@ -195,6 +196,24 @@ def exchange_rows(
         group=group,
     )
     return received
+
+
+def sum_own_part(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return the sum over the ranks of a group of what each has for this one. All ranks of the group must call it.
+
+    It records no graph.
+
+    Shapes:
+        ``(ranks, ...)`` to ``(...)``.
+
+    Args:
+        parts: What this rank has for each rank, in group order; of the same shape and dtype on every rank.
+        group: The ranks.
+    """
+    own = torch.empty_like(parts[0], memory_format=torch.contiguous_format)
+    # Flat: gloo wants shapes that are concatenated along the first dimension.
+    reduce_scatter_single(own.view(-1), parts.detach().reshape(-1), group=group)
+    return own
 
 
 def all_gather_object(obj: T, group: dist.ProcessGroup) -> list[T]:

@@ -65,7 +65,8 @@ def parallelize_hsdp(
     Parameters become DTensors over the whole mesh, ``Shard`` along `shard_dim` and ``Replicate`` elsewhere, but for
     the dimensions along which they are split already. FSDP works along `shard_dim` alone; the gradient manager sums
     over the other data dimensions, in buckets and overlapped with the backward pass. Where `shard_dim` has size 1, the
-    module is replicated and FSDP stays out of the way.
+    module is replicated and FSDP stays out of the way, unless layers of it are split: to compute with a part of a parameter
+    that records all of its layout is what FSDP does, with one rank too.
 
     Args:
         module: Module to change; see `parallelize_fsdp`.
@@ -81,7 +82,7 @@ def parallelize_hsdp(
     names = mesh.mesh_dim_names or ()
     if shard_dim not in names:
         raise ValueError(f"the mesh has the dimensions {names}, not {shard_dim!r}. Pass shard_dim as one of them.")
-    if mesh.size(names.index(shard_dim)) == 1:
+    if mesh.size(names.index(shard_dim)) == 1 and not _lacks_replicas(module, mesh):
         parallelize_replicate(module, mesh)
         return
     before = set(module.parameters())
@@ -91,6 +92,18 @@ def parallelize_hsdp(
         layout_mesh = _with_shards_last(mesh, shard_dim) if any(map(_is_split, sharded)) else mesh
         for parameter in sharded:
             _record_layout(parameter, layout_mesh)
+
+
+def _lacks_replicas(module: nn.Module, mesh: DeviceMesh) -> bool:
+    """Tell whether a split parameter does not record that it is replicated over a dimension of the mesh."""
+    replicated = {name for dim, name in enumerate(mesh.mesh_dim_names or ()) if mesh.size(dim) > 1}
+    with_leaves = replicated_parameters(module)
+    return any(
+        isinstance(parameter, DTensor)
+        and parameter not in with_leaves
+        and not replicated.issubset(parameter.device_mesh.mesh_dim_names or ())
+        for parameter in module.parameters()
+    )
 
 
 def _is_split(parameter: nn.Parameter) -> bool:

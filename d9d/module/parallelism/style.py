@@ -87,6 +87,15 @@ class ReplicatedHeadsParallel(ParallelStyle):
         return module
 
 
+class ReplicatedParallel(ParallelStyle):
+    """Keeps a layer whole on every rank, for inputs that are DTensors; its gradients are sums over the ranks."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        # What torch's `parallelize_module` calls.
+        _distribute_parameters(module, device_mesh, Replicate())
+        return module
+
+
 class SinksParallel(ParallelStyle):
     """Splits the learned sinks of attention by heads, see `AttentionSinks`."""
 

@@ -20,13 +20,14 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 from torch.distributed.tensor.placement_types import Placement
 
-from d9d.module.block.attention import GroupedQueryAttention
+from d9d.module.block.attention import GroupedQueryAttention, MultiHeadLatentAttention
 from d9d.module.block.attention.sdpa.parameters import AttentionSinks
 from d9d.module.block.embedding import SplitTokenEmbeddings
 from d9d.module.block.ffn import SwiGLU
-from d9d.module.block.head import SplitLanguageModellingHead
+from d9d.module.block.head import ClassificationHead, EmbeddingHead, SplitLanguageModellingHead
+from d9d.module.block.moe import MoELayer
 from d9d.module.block.normalization import RMSNorm
-from d9d.module.parallelism.style import ReplicatedHeadsParallel, SinksParallel
+from d9d.module.parallelism.style import ReplicatedHeadsParallel, ReplicatedParallel, SinksParallel
 from d9d.module.parallelism.tensor import parallelize_tensor
 
 _TOKENS_DIM = 1
@@ -96,6 +97,65 @@ def parallelize_tensor_attention(
     _keep_own_heads_of_masks(module, mesh, num_heads)
 
 
+def parallelize_tensor_latent_attention(
+    module: MultiHeadLatentAttention, mesh: DeviceMesh, *, sequence_parallel: bool = False
+) -> None:
+    """Split multi-head latent attention by its heads, in place.
+
+    What all heads share stays whole on each rank: the projections to latent vectors, and norms in between. Gradients of these
+    are sums over the ranks.
+
+    Args:
+        module: Attention to change; on the meta device or with values, equal on all ranks of the mesh.
+        mesh: Mesh with one dimension, such as the ``tp`` dimension of a domain.
+        sequence_parallel: Whether ranks have parts of the tokens; see [Note: activations between split blocks].
+
+    Raises:
+        ValueError: If heads can not be shared evenly by the ranks.
+    """
+    check_tensor_parallel_heads(module.num_heads, module.num_heads, mesh.size())
+    layout = _layout(sequence_parallel)
+    shared: list[nn.Module] = [module.kv_down_proj, module.kv_norm]
+    of_heads = [module.kv_up_proj]
+    if isinstance(module.q_proj, nn.Linear):
+        of_heads.append(module.q_proj)
+    else:
+        shared += [module.q_proj.down_proj, module.q_proj.norm]
+        of_heads.append(module.q_proj.up_proj)
+    for part in shared:
+        parallelize_tensor(part, ReplicatedParallel(), mesh)
+    for projection in of_heads:
+        parallelize_tensor(projection, ColwiseParallel(), mesh)
+    parallelize_tensor(module.o_proj, RowwiseParallel(output_layouts=layout), mesh)
+    _take_in(module, "hidden_states", mesh, layout)
+    _keep_own_heads_of_masks(module, mesh, module.num_heads)
+
+    def take_out_key(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        # The one key of all heads comes from a shared projection; each rank has the gradient by its own heads.
+        queries, key, *angles = args
+        return queries, key.to_local(grad_placements=[Partial()]), *angles
+
+    module.rope.register_forward_pre_hook(take_out_key)
+
+
+def parallelize_tensor_moe(module: MoELayer, mesh: DeviceMesh, *, sequence_parallel: bool = False) -> None:
+    """Split the shared expert of a layer by its width, and give its router and other experts all tokens, in place.
+
+    Ranks of the mesh compute the same for experts that are not shared: to have less work on each, distribute these with
+    `parallelize_expert_parallel`.
+
+    Args:
+        module: Layer to change; on the meta device or with values, equal on all ranks of the mesh.
+        mesh: Mesh with one dimension, such as the ``tp`` dimension of a domain.
+        sequence_parallel: Whether ranks have parts of the tokens; see [Note: activations between split blocks].
+    """
+    if module.shared_expert is not None:
+        parallelize_tensor_ffn(module.shared_expert.mlp, mesh)
+    if sequence_parallel:
+        _gather_tokens(module, mesh)
+        _cut_output(module, mesh)
+
+
 def parallelize_tensor_embedding(
     module: SplitTokenEmbeddings, mesh: DeviceMesh, *, sequence_parallel: bool = False
 ) -> None:
@@ -139,6 +199,16 @@ def parallelize_tensor_head(
         # The style's own hooks serve `logits`; the loss reads the weights.
         parallelize_tensor(projection, ColwiseParallel(input_layouts=layout, output_layouts=Replicate()), mesh)
     _take_in(module, "hidden_states", mesh, layout, is_local=True)
+
+
+def parallelize_tensor_pooling_head(module: ClassificationHead | EmbeddingHead, mesh: DeviceMesh) -> None:
+    """Give a head all tokens of which ranks have parts, in place: for sequence parallelism only. Ranks compute the same.
+
+    Args:
+        module: Head to change.
+        mesh: Mesh with one dimension, such as the ``tp`` dimension of a domain.
+    """
+    _gather_tokens(module, mesh)
 
 
 def parallelize_tensor_norm(module: RMSNorm, mesh: DeviceMesh) -> None:
@@ -186,6 +256,17 @@ def check_tensor_parallel_heads(
 
 def _layout(sequence_parallel: bool) -> Placement:
     return Shard(_TOKENS_DIM) if sequence_parallel else Replicate()
+
+
+def _gather_tokens(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Give a module that ranks compute alike all tokens; of their gradient, which is the same, each keeps its part."""
+
+    def before_call(_: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[Any, ...]:
+        own, *rest = args
+        distributed = DTensor.from_local(own, mesh, [Shard(_TOKENS_DIM)], run_check=False)
+        return distributed.redistribute(placements=[Replicate()]).to_local(), *rest
+
+    module.register_forward_pre_hook(before_call)
 
 
 def _take_in(module: nn.Module, name: str, mesh: DeviceMesh, layout: Placement, *, is_local: bool = False) -> None:

@@ -86,7 +86,7 @@ class MultiHeadLatentAttention(nn.Module, ModuleLateInit):
         softmax_scale: float | None = None,
     ) -> None:
         super().__init__()
-        self._num_heads = num_attention_heads
+        self.num_heads = num_attention_heads
         self._nope_dim, self._rope_dim, self._value_dim = qk_nope_head_dim, qk_rope_head_dim, v_head_dim
         self._kv_lora_rank, self._q_lora_rank = kv_lora_rank, q_lora_rank
         self._is_causal = is_causal
@@ -136,16 +136,21 @@ class MultiHeadLatentAttention(nn.Module, ModuleLateInit):
                 f"position embeddings have {cos.shape[-1]} dimensions, the layer rotates {self._rope_dim}. "
                 f"Build the RotaryEmbeddingProvider with head_dim={self._rope_dim}."
             )
-        queries = self.q_proj(hidden_states).unflatten(-1, (self._num_heads, -1)).transpose(-3, -2)  # (B, H, T, N + R)
+        queries = self._heads(self.q_proj(hidden_states), self._nope_dim + self._rope_dim)  # (B, H, T, N + R)
         query_nope, query_rope = queries.split((self._nope_dim, self._rope_dim), dim=-1)
         latent, key_rope = self.kv_down_proj(hidden_states).split((self._kv_lora_rank, self._rope_dim), dim=-1)
         query_rope, key_rope = self.rope(query_rope, key_rope.unsqueeze(-3), cos, sin)  # (B, 1, T, R) for the keys
-        expanded = self.kv_up_proj(self.kv_norm(latent)).unflatten(-1, (self._num_heads, -1)).transpose(-3, -2)
+        expanded = self._heads(self.kv_up_proj(self.kv_norm(latent)), self._nope_dim + self._value_dim)
         key_nope, values = expanded.split((self._nope_dim, self._value_dim), dim=-1)  # (B, H, T, N), (B, H, T, V)
         keys = torch.cat((key_nope, key_rope.expand(*key_nope.shape[:-1], -1)), dim=-1)
         queries = torch.cat((query_nope, query_rope), dim=-1)
         attended = self.sdpa(queries, keys, values, attention_mask, self._is_causal, self._scale)  # (B, H, T, V)
         return self.o_proj(attended.transpose(-3, -2).flatten(-2))
+
+    @staticmethod
+    def _heads(projected: torch.Tensor, head_dim: int) -> torch.Tensor:
+        # As many heads as there are: a tensor-parallel rank has some of them.
+        return projected.unflatten(-1, (-1, head_dim)).transpose(-3, -2)
 
     def reset_parameters(self) -> None:
         """Initialise projections as `nn.Linear` does, and norms to one."""

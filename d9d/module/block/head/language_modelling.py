@@ -7,7 +7,7 @@ from typing import Final
 import torch
 from torch import nn
 
-from d9d.module.block.embedding import INIT_STD, check_split_order
+from d9d.module.block.embedding import INIT_STD, SplitTokenEmbeddings, check_split_order
 
 from .base import TaskHead
 from .cut_cross_entropy import linear_cross_entropy_per_token
@@ -55,7 +55,23 @@ class SplitLanguageModellingHead(TaskHead[SequenceCausalLMHeadShared, SequenceCa
         self.lm_head = nn.ModuleDict(
             {name: nn.Linear(hidden_size, split_vocab_size[name], bias=False) for name in split_order}
         )
+        self._is_tied = False
         self.reset_parameters()
+
+    @property
+    def is_tied(self) -> bool:
+        """Whether the weights are those of embeddings, so that both must be distributed together."""
+        return self._is_tied
+
+    def tie_to(self, embeddings: SplitTokenEmbeddings) -> None:
+        """Take the weights of embeddings of the same vocabularies as own ones. The embeddings initialise them, not the head.
+
+        Args:
+            embeddings: Before FSDP or replication takes their parameters; again after tensor parallelism has split both.
+        """
+        for name in self._split_order:
+            self.lm_head[name].weight = embeddings.token_embedding[name].weight
+        self._is_tied = True
 
     def forward(self, hidden_states: torch.Tensor, shared: SequenceCausalLMHeadShared) -> SequenceCausalLMOutput:
         """Compute the loss of each position; it is in fp32, or in fp64 for fp64 states.
@@ -85,6 +101,6 @@ class SplitLanguageModellingHead(TaskHead[SequenceCausalLMHeadShared, SequenceCa
         return torch.cat([self.lm_head[name](hidden_states) for name in self._split_order], dim=-1)
 
     def reset_parameters(self) -> None:
-        """Draw every weight from a normal distribution of standard deviation 0.02."""
-        for weight in self.lm_head.parameters():
+        """Draw every weight from a normal distribution of standard deviation 0.02, but for those of embeddings."""
+        for weight in () if self._is_tied else self.lm_head.parameters():
             nn.init.normal_(weight, std=INIT_STD)

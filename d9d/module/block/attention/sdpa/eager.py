@@ -17,7 +17,7 @@ class EagerSdpaBackend(nn.Module):
 
     def __init__(self, params: SdpaParameters) -> None:
         super().__init__()
-        self._window_size = params.window_size
+        self.window_size = params.window_size
         self.sinks = None if params.num_sinks is None else AttentionSinks(params.num_sinks)
 
     def forward(
@@ -36,7 +36,7 @@ class EagerSdpaBackend(nn.Module):
         logits = query_states @ keys.mT * scale  # (B, Hq, Tq, Tk)
         logits = at_least_fp32(logits)
         num_queries, num_keys = logits.shape[-2:]
-        visible = visibility(num_queries, num_keys, is_causal, self._window_size, logits.device)
+        visible = visibility(num_queries, num_keys, is_causal, self.window_size, logits.device)
         logits = _masked(logits, combine_masks(visible, attention_mask))
         if self.sinks is None:
             weights = _softmax(logits)

@@ -101,13 +101,37 @@ def visibility(
         window_size: As in `SdpaParameters`.
         device: Where to build it.
     """
+    return visible_at(
+        torch.arange(num_keys - num_queries, num_keys, device=device),
+        torch.arange(num_keys, device=device),
+        is_causal,
+        window_size,
+    )
+
+
+def visible_at(
+    query_positions: torch.Tensor,
+    key_positions: torch.Tensor,
+    is_causal: bool,
+    window_size: tuple[int | None, int | None],
+) -> torch.Tensor | None:
+    """Return which keys the queries at given positions see, or None if all see all.
+
+    Shapes:
+        ``(Tq)`` and ``(Tk)`` to ``(Tq, Tk)``, true where a query sees a key.
+
+    Args:
+        query_positions: Places of the queries in the sequence.
+        key_positions: Places of the keys.
+        is_causal: Whether queries see no later keys.
+        window_size: As in `SdpaParameters`.
+    """
     before, after = window_size
     if is_causal:
         after = 0
     if before is None and after is None:
         return None
-    queries = torch.arange(num_keys - num_queries, num_keys, device=device).unsqueeze(1)
-    distance = torch.arange(num_keys, device=device) - queries  # (Tq, Tk)
+    distance = key_positions - query_positions.unsqueeze(1)  # (Tq, Tk)
     visible = torch.ones_like(distance, dtype=torch.bool)
     if before is not None:
         visible &= distance >= -before

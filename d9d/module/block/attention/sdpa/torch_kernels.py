@@ -39,7 +39,8 @@ class TorchSdpaBackend(nn.Module):
 
     def __init__(self, params: SdpaParameters, kernels: Sequence[TorchSdpaBackendType] | None) -> None:
         super().__init__()
-        self._window_size = params.window_size
+        self.window_size = params.window_size
+        self.may_use_flash = kernels is None or TorchSdpaBackendType.FLASH_ATTENTION in kernels
         self._kernels = None if kernels is None else [_KERNELS[kernel] for kernel in kernels]
         self.sinks = None if params.num_sinks is None else AttentionSinks(params.num_sinks)
 
@@ -61,11 +62,11 @@ class TorchSdpaBackend(nn.Module):
             and num_queries == num_keys
             and attention_mask is None
             and self.sinks is None
-            and self._window_size[0] is None
+            and self.window_size[0] is None
         )
         mask = None
         if not is_plain_causal:
-            visible = visibility(num_queries, num_keys, is_causal, self._window_size, query_states.device)
+            visible = visibility(num_queries, num_keys, is_causal, self.window_size, query_states.device)
             mask = combine_masks(visible, attention_mask)
         if self.sinks is not None:
             sinks = self.sinks(query_states.shape[-3])

@@ -1,0 +1,1 @@
+"""Fused operations, each with a plain path that runs anywhere."""

@@ -1,0 +1,166 @@
+"""Mappers between decoders and Hugging Face's models: what all families have in common.
+
+A family says how one of its layers is mapped (`DecoderMapping`), and has all of these mappers by that. All read from
+Hugging Face's names, and have an inverse that writes them. They are for the whole model, or for one stage of it.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from d9d.model_state.mapper import ModelStateMapper
+from d9d.model_state.mapper.adapters import identity_mapper_from_names
+from d9d.model_state.mapper.compose import (
+    ModelStateMapperParallel,
+    ModelStateMapperPrefixScope,
+    ModelStateMapperSequential,
+)
+from d9d.model_state.mapper.leaf import (
+    ModelStateMapperChunkTensors,
+    ModelStateMapperIdentity,
+    ModelStateMapperRename,
+    ModelStateMapperStackTensors,
+    ModelStateMapperTie,
+    ModelStateMapperTranspose,
+)
+from d9d.module.model.decoder import layers_of_stage
+from d9d.module.model.heads import SINGLE_HEAD_PREFIX
+from d9d.module.model.parameters import DecoderParameters
+from d9d.pipelining.api import PipelineStageInfo
+
+__all__ = [
+    "GROUPED_QUERY_ATTENTION",
+    "LAYER_NORMS",
+    "SWIGLU",
+    "DecoderMapping",
+    "map_fused_experts",
+    "map_listed_experts",
+    "map_same_names",
+]
+
+LAYER_NORMS: Final = ("input_layernorm.weight", "post_attention_layernorm.weight")
+"""Names of the norms of a layer, here and there."""
+GROUPED_QUERY_ATTENTION: Final = tuple(f"self_attn.{name}_proj.weight" for name in ("q", "k", "v", "o"))
+"""Names of the projections of attention, here and there."""
+SWIGLU: Final = tuple(f"mlp.{name}_proj.weight" for name in ("gate", "up", "down"))
+"""Names of the projections of a feed-forward network, here and there."""
+
+_EMBEDDINGS = "embed_tokens.weight"
+_HEAD = "lm_head.weight"
+
+
+def map_same_names(*names: str) -> ModelStateMapper:
+    """Return the mapper of tensors that have the same name, and layout, here and there."""
+    return identity_mapper_from_names(names)
+
+
+def map_listed_experts(num_experts: int) -> ModelStateMapper:
+    """Return the mapper of experts that are modules of their own there: ``(W, H)`` each, here one ``(E, H, W)``."""
+
+    def stacked(name: str) -> ModelStateMapper:
+        target = f"mlp.grouped_experts.{name}.weight"
+        sources = [f"mlp.experts.{expert}.{name}.weight" for expert in range(num_experts)]
+        return ModelStateMapperSequential(
+            [ModelStateMapperStackTensors(sources, target, dim=0), ModelStateMapperTranspose(target, (1, 2))]
+        )
+
+    return ModelStateMapperParallel([stacked(name) for name in ("gate_proj", "up_proj", "down_proj")])
+
+
+def map_fused_experts(intermediate_size: int) -> ModelStateMapper:
+    """Return the mapper of experts that are one tensor there: ``(E, 2 W, H)`` of both first projections and ``(E, H, W)``."""
+    gate, up, down = (f"mlp.grouped_experts.{name}.weight" for name in ("gate_proj", "up_proj", "down_proj"))
+    cut = ModelStateMapperChunkTensors(
+        "mlp.experts.gate_up_proj", [gate, up], dim=1, sizes=[intermediate_size, intermediate_size]
+    )
+    renamed = ModelStateMapperRename("mlp.experts.down_proj", down)
+    transposed = [ModelStateMapperTranspose(name, (1, 2)) for name in (gate, up, down)]
+    return ModelStateMapperSequential([ModelStateMapperParallel([cut, renamed]), ModelStateMapperParallel(transposed)])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderMapping:
+    """Knows how a model is named and cut in Hugging Face's files.
+
+    Attributes:
+        params: The model.
+        map_layer: Returns the mapper of the layer of an index, with names relative to it.
+        stage: The pipeline stage whose tensors are mapped; None for the whole model.
+    """
+
+    params: DecoderParameters
+    map_layer: Callable[[int], ModelStateMapper]
+    stage: PipelineStageInfo | None
+
+    def backbone(self) -> ModelStateMapper:
+        """Map a model without heads."""
+        embeddings = [self._vocabularies(_EMBEDDINGS, "embed_tokens.token_embedding.")] if self._is_first else []
+        return ModelStateMapperParallel([*embeddings, *self._behind_embeddings()])
+
+    def causal_lm(self, head_prefix: str) -> ModelStateMapper:
+        """Map a model that predicts tokens. Tied weights are read once, and must be equal where a file has both."""
+        if not self.params.tie_word_embeddings:
+            head = self._vocabularies(_HEAD, f"{_with_dot(head_prefix)}lm_head.")
+            return self._with_head("model.", [head])
+        behind = ModelStateMapperPrefixScope(ModelStateMapperParallel(self._behind_embeddings()), "model.", "backbone.")
+        return ModelStateMapperParallel([behind, *self._tied_vocabularies(head_prefix)])
+
+    def causal_lm_to_huggingface(self, head_prefix: str) -> ModelStateMapper:
+        """Map a model that predicts tokens back. Tied weights are written once, as those of the embeddings."""
+        if self.params.tie_word_embeddings:
+            return self._with_head("model.", []).inverse()
+        return self.causal_lm(head_prefix).inverse()
+
+    def classification(self, head_prefix: str) -> ModelStateMapper:
+        """Map a model that scores labels."""
+        return self._with_head(
+            "model.", [ModelStateMapperRename("score.weight", f"{_with_dot(head_prefix)}score.weight")]
+        )
+
+    def embedding(self, embedding_dim: int | None) -> ModelStateMapper:
+        """Map a model that gives vectors, which is one without heads there; a projection keeps its name."""
+        projection = f"{SINGLE_HEAD_PREFIX}projection.weight"
+        return self._with_head("", [] if embedding_dim is None else [ModelStateMapperIdentity(projection)])
+
+    @property
+    def _is_first(self) -> bool:
+        return self.stage is None or self.stage.is_current_stage_first
+
+    @property
+    def _is_last(self) -> bool:
+        return self.stage is None or self.stage.is_current_stage_last
+
+    def _with_head(self, source_prefix: str, head: list[ModelStateMapper]) -> ModelStateMapper:
+        backbone = ModelStateMapperPrefixScope(self.backbone(), source_prefix, "backbone.")
+        return ModelStateMapperParallel([backbone, *(head if self._is_last else [])])
+
+    def _behind_embeddings(self) -> list[ModelStateMapper]:
+        layers = [
+            ModelStateMapperPrefixScope(self.map_layer(index), f"layers.{index}.", f"layers.{index}.")
+            for index in layers_of_stage(self.params, self.stage or PipelineStageInfo(0, 1))
+        ]
+        return [*layers, *([ModelStateMapperIdentity("norm.weight")] if self._is_last else [])]
+
+    def _vocabularies(self, source: str, prefix: str) -> ModelStateMapper:
+        """Cut the rows of all vocabularies into those of each."""
+        order, sizes = self.params.split_vocab_order, self.params.split_vocab_size
+        return ModelStateMapperChunkTensors(
+            source, [f"{prefix}{name}.weight" for name in order], dim=0, sizes=[sizes[name] for name in order]
+        )
+
+    def _tied_vocabularies(self, head_prefix: str) -> list[ModelStateMapper]:
+        """Give embeddings and head, as far as this stage has them, the rows of one tensor."""
+        prefixes: dict[str, str] = {}
+        if self._is_first:
+            prefixes["embeddings"] = "backbone.embed_tokens.token_embedding."
+        if self._is_last:
+            prefixes["head"] = f"{_with_dot(head_prefix)}lm_head."
+        if not prefixes:
+            return []
+        tie = ModelStateMapperTie([f"model.{_EMBEDDINGS}", _HEAD], list(prefixes))
+        cut = [self._vocabularies(whole, prefix) for whole, prefix in prefixes.items()]
+        return [ModelStateMapperSequential([tie, ModelStateMapperParallel(cut)])]
+
+
+def _with_dot(prefix: str) -> str:
+    return prefix if not prefix or prefix.endswith(".") else f"{prefix}."
