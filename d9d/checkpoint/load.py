@@ -27,7 +27,12 @@ _NUM_SHOWN = 20
 
 
 def find_checkpoint(
-    folder: CheckpointFolder, participants: Participants, on_corrupt: OnCorrupt, logger: logging.Logger
+    folder: CheckpointFolder,
+    participants: Participants,
+    on_corrupt: OnCorrupt,
+    logger: logging.Logger,
+    *,
+    verified: SavedCheckpoint | None = None,
 ) -> SavedCheckpoint | None:
     """Return the newest complete checkpoint whose files are what was written. All ranks must call it; reads all files.
 
@@ -38,6 +43,7 @@ def find_checkpoint(
         participants: The ranks.
         on_corrupt: What to do about a damaged one.
         logger: Where the first rank tells about damaged ones that are passed over.
+        verified: One whose files this job has read before; they are not read again.
 
     Raises:
         ValueError: If the newest is damaged, or with ``fallback`` all are; it names the files and the next older one.
@@ -47,6 +53,8 @@ def find_checkpoint(
     complete = participants.gather(complete)[0]
     damage: list[str] = []
     for index, saved in enumerate(reversed(complete)):
+        if saved == verified:
+            return saved
         problems = verify_checkpoint(saved.path, saved.record, participants)
         if not problems:
             return saved
