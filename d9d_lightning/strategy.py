@@ -54,7 +54,7 @@ from d9d_lightning.placements.module_setup import equalise_module, is_on_meta, s
 from d9d_lightning.placements.parallelize import is_parallelized
 from d9d_lightning.placements.plan import Parallelize, ParallelPlan
 from d9d_lightning.placements.tensor_parallel import share_random_state
-from d9d_lightning.steps.backward_hooks import has_empty_hooks
+from d9d_lightning.steps.empty_hooks import calls_module_only, has_empty_hooks
 from d9d_lightning.steps.pack_optimization import check_steps
 from d9d_lightning.trainer.refusals import check_callbacks
 from d9d_lightning.trainer.run import TrainerRun
@@ -114,8 +114,7 @@ class D9DStrategy(ParallelStrategy):
             bucket_size_mb: Size of the gradient buckets of replicated parameters in MiB. Smaller ones overlap more of
                 the sums with the backward pass, larger ones cost less per byte.
             min_unit_params: Smallest FSDP unit of the default plan where no block repeats. Each costs Python time.
-            mp_policy: FSDP's own mixed precision, for the default and the pattern plan. None: as Lightning's
-                ``precision`` says, by autocast.
+            mp_policy: FSDP's own mixed precision, for the default and the pattern plan. None: autocast, as ``precision`` says.
             reshard_after_forward: Whether FSDP frees gathered parameters after the forward pass; see ``fully_shard``.
                 None: except while batches accumulate.
             timeout_s: Time limit of collectives in seconds. None: 30 minutes.
@@ -381,8 +380,9 @@ class D9DStrategy(ParallelStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        inner = self._connected_module if calls_module_only(self) else super()
         with _NOTHING if self._run is None else self._run.around_training_step():
-            return super().training_step(*args, **kwargs)
+            return inner.training_step(*args, **kwargs)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:

@@ -31,7 +31,7 @@ from d9d_lightning.pipeline.call import CapturedCall, own_containers, unchanged_
 from d9d_lightning.pipeline.cut import Pipeline
 from d9d_lightning.pipeline.gradients import PipelineGradients
 from d9d_lightning.pipeline.output_exchange import OutputExchange
-from d9d_lightning.steps.microbatches import Microbatch, merge_outputs, split_batch
+from d9d_lightning.steps.microbatches import merge_outputs, split_batch
 
 __all__ = ["PipelineSteps", "StepArguments"]
 
@@ -142,13 +142,13 @@ class PipelineSteps:
 
         def run_loss(output: PyTree[Any], index: int) -> torch.Tensor:
             result = runs[index].finish(output)
-            share = runs[index].part.weight / len(window)
+            share = runs[index].weight / len(window)
             loss = self._loss_weights.weigh(_loss_of(result), result, share)
             losses[index] = loss.detach()
             if index in wanted:
                 extras[index] = _without_loss(result)
             # What on_before_backward logs goes to the other ranks as well, which do not run it.
-            with self._recorder.recording(runs[index].part.batch):
+            with self._recorder.recording(runs[index].batch):
                 return precision.pre_backward(loss, module)
 
         if isinstance(precision, MixedPrecision) and precision.scaler is not None:
@@ -227,9 +227,11 @@ class PipelineSteps:
             self._gradients = None
 
     def _runs(self, name: str, arguments: StepArguments, *progress: int) -> "list[_Run]":
+        parts, weights = split_batch(arguments.batch, self._num_microbatches, self._module)
+        keys = [repr((self._seed, name, *progress, index)).encode() for index in range(len(parts))]
         return [
-            _Run(self, name, arguments, part, zlib.crc32(repr((self._seed, name, *progress, index)).encode()))
-            for index, part in enumerate(split_batch(arguments.batch, self._num_microbatches, self._module))
+            _Run(self, name, part, arguments.others, weight=weight, seed=zlib.crc32(key))
+            for part, weight, key in zip(parts, weights, keys, strict=True)
         ]
 
     def _own_random_numbers(self, name: str, *progress: int) -> AbstractContextManager[None]:
@@ -247,7 +249,7 @@ class PipelineSteps:
         pipeline = self._pipeline
         is_training = name == "training_step"
         with (
-            unchanged_batch(name, run.part.batch) as batch,
+            unchanged_batch(name, run.batch) as batch,
             self._recorder.dropping(),
             self._outside_buffers.kept(),
             self._around_step(run),
@@ -261,8 +263,8 @@ class PipelineSteps:
 
     def finish(self, name: str, run: "_Run", output: PyTree[Any]) -> PyTree[Any]:
         """Run the whole step of a microbatch behind the last stage."""
-        batch = own_containers(run.part.batch)
-        with self._recorder.recording(run.part.batch), self._pipeline.domains.inside_step(), self._around_step(run):
+        batch = own_containers(run.batch)
+        with self._recorder.recording(run.batch), self._pipeline.domains.inside_step(), self._around_step(run):
             return self._pipeline.call.inject(name, run.step(self._method(name), batch), output)
 
     @contextlib.contextmanager
@@ -285,12 +287,22 @@ class PipelineSteps:
 class _Run:
     """One microbatch on its way: the pipeline's input, and what its stages share."""
 
-    def __init__(self, steps: PipelineSteps, name: str, arguments: StepArguments, part: Microbatch, seed: int) -> None:
+    def __init__(
+        self,
+        steps: PipelineSteps,
+        name: str,
+        batch: PyTree[Any],
+        others: tuple[Any, ...],
+        *,
+        weight: float,
+        seed: int,
+    ) -> None:
         self._steps = steps
         self._name = name
-        self._others = arguments.others
+        self._others = others
         self._call: CapturedCall | None = None
-        self.part = part
+        self.batch = batch
+        self.weight = weight
         self.seed = seed
 
     @property
@@ -395,8 +407,8 @@ def _without_loss(result: PyTree[Any]) -> dict[str, Any]:
 
 
 def _merge_training(results: Sequence[PyTree[Any]], runs: Sequence[_Run]) -> PyTree[Any]:
-    return merge_training_outputs(results, [run.part.weight for run in runs])
+    return merge_training_outputs(results, [run.weight for run in runs])
 
 
 def _merge(results: Sequence[PyTree[Any]], runs: Sequence[_Run]) -> PyTree[Any]:
-    return merge_outputs(results, [run.part.weight for run in runs])
+    return merge_outputs(results, [run.weight for run in runs])

@@ -10,23 +10,15 @@ import torch
 
 from d9d.core.types import PyTree
 
-__all__ = ["Microbatch", "merge_outputs", "split_batch"]
+__all__ = ["merge_outputs", "split_batch"]
 
 _SPLIT_YOURSELF = "Give the LightningModule a method split_batch(batch, num_microbatches) that returns the parts."
 
 
 # `Any` in this module: batches and outputs are the user's own types.
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Microbatch:
-    """A part of a batch."""
-
-    batch: PyTree[Any]
-    """What the step of the user gets."""
-    weight: float
-    """Part of the batch's samples that are in here; those of a batch add up to 1."""
-
-
-def split_batch(batch: PyTree[Any], num_microbatches: int, module: object) -> list[Microbatch]:
+def split_batch(
+    batch: PyTree[Any], num_microbatches: int, module: object
+) -> tuple[Sequence[PyTree[Any]], Sequence[float]]:
     """Cut a batch into microbatches of about equal size, the larger ones first.
 
     Tensors are cut along their first dimension, which must be the same for all, and so are lists of other things that are
@@ -36,6 +28,9 @@ def split_batch(batch: PyTree[Any], num_microbatches: int, module: object) -> li
         batch: Tensors in tuples, lists, mappings and dataclasses.
         num_microbatches: How many, at most: a batch of fewer samples has one microbatch for each.
         module: If it has a method ``split_batch(batch, num_microbatches)``, this returns the parts, in order.
+
+    Returns:
+        The microbatches, and which part of the batch's samples is in each; these add up to 1.
 
     Raises:
         ValueError: If the batch has no tensor to tell its size, or tensors of different sizes.
@@ -48,26 +43,39 @@ def split_batch(batch: PyTree[Any], num_microbatches: int, module: object) -> li
         if not 1 <= len(parts) <= num_microbatches:
             raise ValueError(f"split_batch() returned {len(parts)} parts: it must return 1 to {num_microbatches}.")
         sizes = [_num_samples(part) or 1 for part in parts]
-        return [Microbatch(batch=part, weight=size / sum(sizes)) for part, size in zip(parts, sizes, strict=True)]
+        return parts, [size / sum(sizes) for size in sizes]
     if num_microbatches == 1:
-        return [Microbatch(batch=batch, weight=1.0)]
+        return (batch,), (1.0,)
     num_samples = _num_samples(batch)
     if num_samples is None:
         raise ValueError(
             f"a batch of type {type(batch).__name__} holds no tensor with a dimension to cut into {num_microbatches} "
             f"microbatches. {_SPLIT_YOURSELF}"
         )
-    spans, weights = _cut(num_samples, max(1, min(num_microbatches, num_samples)))
-    parts = _split(batch, num_samples, spans, "batch")
-    return [Microbatch(batch=part, weight=weight) for part, weight in zip(parts, weights, strict=True)]
+    cut = _Cut.of(num_samples, max(1, min(num_microbatches, num_samples)))
+    return _split(batch, cut, "batch"), cut.weights
 
 
-@functools.lru_cache(maxsize=64)
-def _cut(num_samples: int, num_parts: int) -> tuple[list[tuple[int, int]], list[float]]:
-    """Return where parts start and stop, and their weights. Most batches have the same number of samples."""
-    base, num_larger = divmod(num_samples, num_parts)
-    spans = list(itertools.pairwise(index * base + min(index, num_larger) for index in range(num_parts + 1)))
-    return spans, [(stop - start) / num_samples if num_samples else 1.0 for start, stop in spans]
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Cut:
+    """Where a number of samples is cut."""
+
+    num_samples: int
+    sizes: list[int]
+    weights: list[float]
+
+    @staticmethod
+    @functools.lru_cache(maxsize=64)
+    def of(num_samples: int, num_parts: int) -> "_Cut":
+        """Make the parts about equally large. Most batches have the same number of samples, so it is kept."""
+        base, num_larger = divmod(num_samples, num_parts)
+        sizes = [base + (index < num_larger) for index in range(num_parts)]
+        return _Cut(num_samples, sizes, [size / num_samples if num_samples else 1.0 for size in sizes])
+
+    def slices(self) -> list[slice]:
+        """Return the samples of each part."""
+        stops = [0, *itertools.accumulate(self.sizes)]
+        return [slice(start, stop) for start, stop in itertools.pairwise(stops)]
 
 
 def _open(node: PyTree[Any]) -> tuple[dict[Any, Any], Callable[[dict[Any, Any]], PyTree[Any]]] | None:
@@ -94,22 +102,22 @@ def _num_samples(node: PyTree[Any]) -> int | None:
     return next((size for size in sizes if size is not None), None)
 
 
-def _split(node: PyTree[Any], num_samples: int, spans: Sequence[tuple[int, int]], path: str) -> list[PyTree[Any]]:
+def _split(node: PyTree[Any], cut: _Cut, path: str) -> Sequence[PyTree[Any]]:
     if isinstance(node, torch.Tensor) and node.ndim:
-        if len(node) != num_samples:
+        if len(node) != cut.num_samples:
             raise ValueError(
                 f"{path} has {len(node)} entries along its first dimension, but another tensor of the batch has "
-                f"{num_samples}: it is not clear how to cut it into microbatches. {_SPLIT_YOURSELF}"
+                f"{cut.num_samples}: it is not clear how to cut it into microbatches. {_SPLIT_YOURSELF}"
             )
-        return list(node.unsafe_split_with_sizes([stop - start for start, stop in spans]))
-    if isinstance(node, list | tuple) and len(node) == num_samples and _num_samples(node) is None:
-        return [node[start:stop] for start, stop in spans]
+        return node.unsafe_split_with_sizes(cut.sizes)
+    if isinstance(node, list | tuple) and len(node) == cut.num_samples and _num_samples(node) is None:
+        return [node[span] for span in cut.slices()]
     if (opened := _open(node)) is not None:
         entries, rebuild = opened
-        columns = {key: _split(entry, num_samples, spans, f"{path}[{key!r}]") for key, entry in entries.items()}
-        return [rebuild({key: column[part] for key, column in columns.items()}) for part in range(len(spans))]
+        columns = {key: _split(entry, cut, f"{path}[{key!r}]") for key, entry in entries.items()}
+        return [rebuild({key: column[part] for key, column in columns.items()}) for part in range(len(cut.sizes))]
     if node is None or isinstance(node, torch.Tensor | str | bytes | int | float | complex):
-        return [node] * len(spans)
+        return [node] * len(cut.sizes)
     raise TypeError(f"{path} is a {type(node).__name__}, which can not be cut into microbatches. {_SPLIT_YOURSELF}")
 
 
@@ -129,7 +137,7 @@ def merge_outputs(outputs: Sequence[PyTree[Any]], weights: Sequence[float]) -> P
     first = outputs[0]
     if len(outputs) == 1:
         return first
-    if any(type(output) is not type(first) for output in outputs):
+    if len(set(map(type, outputs))) > 1:
         names = ", ".join(sorted({type(output).__name__ for output in outputs}))
         raise TypeError(f"the step returned different types for the microbatches of one batch: {names}.")
     if isinstance(first, torch.Tensor) and first.ndim:

@@ -33,7 +33,7 @@ from d9d.core.types import PyTree
 from d9d_lightning.gradients.loss_weights import LossWeights, merge_training_outputs, scaled
 from d9d_lightning.logs.replay import LogRecorder, replay
 from d9d_lightning.pipeline.step import PipelineSteps, StepArguments
-from d9d_lightning.steps.backward_hooks import calls_torch_only
+from d9d_lightning.steps.empty_hooks import calls_torch_only
 from d9d_lightning.steps.microbatches import split_batch
 
 __all__ = ["PackOptimization", "WaitingOutputs", "check_pipeline_optimizers", "check_steps", "window_size"]
@@ -216,39 +216,41 @@ class PackOptimization(_AutomaticOptimization):
         return ClosureResult.from_training_step_output(output)
 
     def _run_split(self, kwargs: "OrderedDict[str, Any]", optimizer: Optimizer, zero: _Zero) -> ClosureResult:
-        microbatches = split_batch(kwargs["batch"], self._num_microbatches, self._module)
+        parts, weights = split_batch(kwargs["batch"], self._num_microbatches, self._module)
         others = tuple(value for name, value in kwargs.items() if name != "batch")
         num_batches = window_size(self.trainer)
         outputs: list[PyTree[Any]] = []
-        strategy, scales_gradient = self.trainer.strategy, calls_torch_only(self._module, self.trainer.precision_plugin)
         # Once for all microbatches: setting an attribute of a module takes as long as a small layer.
         with _in_hook(self._module, "training_step"):
-            for index, microbatch in enumerate(microbatches):
-                with self._recorder.recording(microbatch.batch), self._profiled("training_step"):
-                    output = strategy.training_step(microbatch.batch, *others)
+            for part, weight in zip(parts, weights, strict=True):
+                with self._recorder.recording(part), self._profiled("training_step"):
+                    output = self.trainer.strategy.training_step(part, *others)
                 if output is None or (outputs and outputs[0] is None):
                     self._refuse_skipping([*outputs, output])
-                if index == 0:
+                if not outputs:
                     zero()
-                if output is None:
-                    outputs.append(None)
-                    continue
-                loss = _loss_of(output)
-                outputs.append(_detached(output))
-                is_last = index == len(microbatches) - 1
-                with _NOTHING if is_last else self._block_sums():
-                    factor = self._loss_weights.factor(output, microbatch.weight / num_batches)
-                    if scales_gradient and factor:
-                        # Where nobody sees the loss: it takes two kernels more to scale it.
-                        self._run_backward(loss, optimizer, is_last=is_last, gradient=torch.full_like(loss, factor))
-                    else:
-                        self._run_backward(scaled(loss, factor), optimizer, is_last=is_last)
+                if output is not None:
+                    is_last = len(outputs) == len(parts) - 1
+                    self._run_weighted_backward(output, weight / num_batches, optimizer, is_last=is_last)
+                    # Lets go of its graph before the next forward pass.
+                    output = _detached(output)
+                outputs.append(output)
             replay(self._module, self._recorder.take())
         if outputs[0] is None:
             self._skip_batch()
             return ClosureResult(None)
-        merged = merge_training_outputs(outputs, [microbatch.weight for microbatch in microbatches])
-        return ClosureResult.from_training_step_output(merged, num_batches)
+        return _result_of(merge_training_outputs(outputs, weights), num_batches)
+
+    def _run_weighted_backward(self, output: PyTree[Any], share: float, optimizer: Optimizer, *, is_last: bool) -> None:
+        """Run the backward pass of a microbatch, which counts for a share of its window."""
+        loss = _loss_of(output)
+        with _NOTHING if is_last else self._block_sums():
+            factor = self._loss_weights.factor(output, share)
+            if factor and calls_torch_only(self._module, self.trainer.precision_plugin):
+                # Where nobody sees the loss: it takes two kernels more to scale it.
+                self._run_backward(loss, optimizer, is_last=is_last, gradient=torch.full_like(loss, factor))
+            else:
+                self._run_backward(scaled(loss, factor), optimizer, is_last=is_last)
 
     def _profiled(self, name: str) -> contextlib.AbstractContextManager[None]:
         """Measure a call of the strategy under the name that Lightning gives it."""
@@ -353,6 +355,19 @@ def _loss_of(output: PyTree[Any]) -> torch.Tensor:
     return output["loss"]
 
 
+def _result_of(merged: PyTree[Any], num_batches: int) -> ClosureResult:
+    """Return what ``ClosureResult.from_training_step_output`` would of the merged outputs of a batch.
+
+    But without a copy of the loss, which is one already, and without dividing it by a single batch: that takes as long as
+    a small layer.
+    """
+    entries = {"loss": merged} if isinstance(merged, torch.Tensor) else dict(merged)
+    loss = entries.pop("loss")
+    result = ClosureResult(None, extra=entries)
+    result.loss = loss / num_batches if num_batches > 1 else loss
+    return result
+
+
 def _detached(output: PyTree[Any]) -> PyTree[Any]:
     """Return what a step has returned, without the graph of the loss, which may have one element in any shape."""
     if isinstance(output, torch.Tensor):
@@ -364,8 +379,9 @@ def _detached(output: PyTree[Any]) -> PyTree[Any]:
 @contextlib.contextmanager
 def _in_hook(module: LightningModule, name: str) -> Generator[None]:
     """Let log calls inside count as those of a hook."""
-    previous, module._current_fx_name = module._current_fx_name, name
+    attributes = vars(module)  # setting an attribute of a module takes twice as long
+    previous, attributes["_current_fx_name"] = attributes["_current_fx_name"], name
     try:
         yield
     finally:
-        module._current_fx_name = previous
+        attributes["_current_fx_name"] = previous

@@ -1,5 +1,8 @@
 """A batch that is cut into microbatches trains as the whole batch, with the hooks and values of Lightning."""
 
+import contextlib
+import weakref
+
 import lightning as L
 import pytest
 import torch
@@ -137,6 +140,25 @@ def on_plugin(module, callback, monkeypatch):
     monkeypatch.setattr(plugin, "post_backward", lambda *args: [module.seen.append("after"), inherited(*args)][1])
 
 
+def on_step_context(module, callback, monkeypatch):
+    see = lambda: contextlib.nullcontext(module.seen.append("entered"))  # noqa: E731
+    monkeypatch.setattr(type(module.trainer.precision_plugin), "train_step_context", lambda self: see())
+
+
+def on_forward_context(module, callback, monkeypatch):
+    see = lambda: contextlib.nullcontext(module.seen.append("entered"))  # noqa: E731
+    monkeypatch.setattr(module.trainer.precision_plugin, "forward_context", see)
+
+
+def around_model(module, callback, monkeypatch):
+    class Wrapper(torch.nn.Module):
+        def forward(self, *args):
+            module.seen.append("through")
+            return module(*args)
+
+    monkeypatch.setattr(module.trainer.strategy, "model", Wrapper())
+
+
 class PutsHook(L.Callback):
     """Puts a hook somewhere while the first batch runs, as tools for debugging do."""
 
@@ -150,7 +172,9 @@ class PutsHook(L.Callback):
 
 @pytest.mark.world_size(1)
 @pytest.mark.parametrize("microbatches", [None, 2])
-@pytest.mark.parametrize("put", [on_class, on_module, on_callback, on_plugin])
+@pytest.mark.parametrize(
+    "put", [on_class, on_module, on_callback, on_plugin, on_step_context, on_forward_context, around_model]
+)
 def test_hooks_are_called_however_they_came_there(put, microbatches, monkeypatch):
     module = seeded(SeesBackward)
     trainer = build_trainer(
@@ -172,10 +196,53 @@ class SeesLoss(SeesBackward):
         loss.backward()
 
 
+class PutsHookOnItself(SeesBackward):
+    """Puts a hook on itself in its first step, in front of the backward pass that it is for."""
+
+    def training_step(self, batch, batch_idx):
+        self.on_before_backward = lambda loss: self.seen.append(loss.item())
+        return super().training_step(batch, batch_idx) * 0 + len(batch[0])
+
+
+class ReplacesBackward(SeesBackward):
+    """Has no backward pass of its own, but Lightning's was replaced for all modules."""
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) * 0 + len(batch[0])
+
+
 @pytest.mark.world_size(1)
-def test_backward_sees_the_share_of_a_microbatch():
+@pytest.mark.parametrize("kind", [SeesLoss, PutsHookOnItself, ReplacesBackward])
+def test_backward_sees_the_share_of_a_microbatch(kind, monkeypatch):
     """Six samples in four parts of 2, 2, 1, 1: the loss of each is its size, and its share is size / 6."""
-    module = seeded(SeesLoss)
+    if kind is ReplacesBackward:
+        monkeypatch.setattr(L.LightningModule, "backward", SeesLoss.backward)
+    module = seeded(kind)
     trainer = build_trainer({}, strategy_options={"microbatches": 4}, max_steps=1)
     trainer.fit(module, rank_loader(make_samples(6), 6, 0, 1))
     assert module.seen == pytest.approx([2 * 2 / 6, 2 * 2 / 6, 1 / 6, 1 / 6])
+
+
+class WatchesLoss(Regression):
+    """Notes whether the loss of one microbatch, and so its graph, is there when the next one begins."""
+
+    def __init__(self):
+        super().__init__()
+        self.last = None
+        self.is_kept = []
+
+    def training_step(self, batch, batch_idx):
+        if self.last is not None:
+            self.is_kept.append(self.last() is not None)
+        loss = super().training_step(batch, batch_idx)
+        self.last = weakref.ref(loss)
+        return {"loss": loss, "size": len(batch[0])}
+
+
+@pytest.mark.world_size(1)
+def test_the_graph_of_a_microbatch_is_let_go_before_the_next():
+    module = seeded(WatchesLoss)
+    build_trainer({}, strategy_options={"microbatches": 4}, max_steps=1).fit(
+        module, rank_loader(make_samples(8), 8, 0, 1)
+    )
+    assert module.is_kept == [False] * 3

@@ -1,10 +1,10 @@
-"""Hooks around a backward pass, which are mostly empty.
+"""What Lightning calls around a training step and its backward pass, which is mostly empty.
 
 [Note: empty hooks]
-In front of each backward pass and behind it Lightning calls a hook of the module and of every callback, each within a
-context for the profiler and one for `self.log`. That takes as long as the backward pass of a small layer. What it calls does
-nothing, unless somebody has replaced a function of Lightning's base classes, on a class or on an object: then they are
-called as ever.
+Around each training step Lightning enters two contexts of the precision plugin. In front of each backward pass and behind it,
+it calls a hook of the module and of every callback, each within a context for the profiler and one for `self.log`. That takes
+as long as the passes of a small layer. What it calls does nothing, unless somebody has replaced a function of Lightning's base
+classes, on a class or on an object: then they are called as ever.
 """
 
 from types import MethodType
@@ -12,13 +12,30 @@ from types import MethodType
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.profilers import PassThroughProfiler
+from lightning.pytorch.strategies import Strategy
 
-__all__ = ["calls_torch_only", "has_empty_hooks"]
+__all__ = ["calls_module_only", "calls_torch_only", "has_empty_hooks"]
 
 # As they are when this module is imported: whatever replaces them later is not empty.
 _BEFORE_MODULE, _AFTER_MODULE = LightningModule.on_before_backward, LightningModule.on_after_backward
 _BEFORE_CALLBACK, _AFTER_CALLBACK = Callback.on_before_backward, Callback.on_after_backward
+_STEP_CONTEXT, _FORWARD_CONTEXT = Precision.train_step_context, Precision.forward_context
+_BACKWARD_MODULE, _BACKWARD_PLUGIN = LightningModule.backward, Precision.backward
 _BEFORE_PLUGIN, _AFTER_PLUGIN = (Precision.pre_backward, MixedPrecision.pre_backward), Precision.post_backward
+
+
+def calls_module_only(strategy: Strategy) -> bool:
+    """Return whether Lightning's training step of a strategy does nothing but call that of the module.
+
+    No communication. See [Note: empty hooks].
+
+    Args:
+        strategy: Its precision plugin has an empty context in full precision; its model is the module, unless it was wrapped.
+    """
+    plugin = strategy.precision_plugin
+    step, forward = plugin.train_step_context, plugin.forward_context
+    is_empty = _function(step) is _STEP_CONTEXT and _function(forward) is _FORWARD_CONTEXT
+    return is_empty and strategy.model is strategy.lightning_module
 
 
 def has_empty_hooks(module: LightningModule, plugin: Precision) -> bool:
@@ -51,10 +68,8 @@ def calls_torch_only(module: LightningModule, plugin: Precision) -> bool:
         module: The module that is trained.
         plugin: Lightning's or the user's.
     """
-    is_torch = (
-        _function(module.backward) is LightningModule.backward and _function(plugin.backward) is Precision.backward
-    )
-    return is_torch and has_empty_hooks(module, plugin)
+    own = _function(module.backward), _function(plugin.backward)
+    return own == (_BACKWARD_MODULE, _BACKWARD_PLUGIN) and has_empty_hooks(module, plugin)
 
 
 def _has_empty_hooks(callback: Callback) -> bool:
