@@ -132,9 +132,15 @@ class StateCheckpointer:
         def may_be_left(key: str) -> bool:
             return isinstance(state, PreparesToLoad) and state.may_be_left(key.removeprefix(f"{STATE_KEY}."))
 
-        loaded = load_state(
-            found.path, {STATE_KEY: state.state_dict()}, self._checkpoints.group, may_be_left=may_be_left
-        )
+        try:
+            loaded = load_state(
+                found.path, {STATE_KEY: state.state_dict()}, self._checkpoints.group, may_be_left=may_be_left
+            )
+        except ValueError as error:
+            raise ValueError(
+                f"{error}\nIf model, optimizer or metrics were changed since it was written, start another run (run.name), or "
+                f"remove it."
+            ) from error
         state.load_state_dict(loaded[STATE_KEY])
         if self._dist_context.is_main_process:
             self._dist_context.logger.info("resumed from %s", found.path)
