@@ -136,6 +136,11 @@ class DeviceMeshParameters(BaseModel):
         return self.data_parallel_replicate * self.data_parallel_shard
 
     @property
+    def context_parallel(self) -> int:
+        """Number of ranks that split a sequence: shard x replicate."""
+        return self.context_parallel_shard * self.context_parallel_replicate
+
+    @property
     def has_pipeline_parallel(self) -> bool:
         """Whether the model is cut into pipeline stages."""
         return self.pipeline_parallel > 1

@@ -1,4 +1,4 @@
-"""What the engine needs from data loaders, pack streams, optimizers and learning rate schedules."""
+"""What the engine needs from data loaders, pack streams, optimizers, learning rate schedules and modules."""
 
 from collections.abc import Iterator
 from typing import Any, Protocol, runtime_checkable
@@ -83,3 +83,11 @@ class LRSchedulerProtocol(Protocol):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore a position that `state_dict` returned."""
         ...
+
+
+@runtime_checkable
+class MixesTokens(Protocol):
+    """A module in which the tokens of a sequence see each other, so that it has to know of ranks that hold parts of one."""
+
+    context_parallel_degree: int
+    """Over how many ranks the sequences that it sees are cut."""

@@ -1,5 +1,6 @@
 """One flat piece of memory that holds the gradients of several parameters, so that one collective sums them all."""
 
+import weakref
 from collections.abc import Callable
 
 import torch
@@ -121,17 +122,23 @@ class GradientBucket:
 
         Args:
             index: Position of the parameter in the bucket.
-            on_complete: Called when the last gradient of the pack is there.
+            on_complete: Method to call when the last gradient of the pack is there. Like the bucket it is held weakly.
         """
-        leaf, gradient, used = self._leaves[index], self._gradients[index], self._used
+        gradient, used = self._gradients[index], self._used
+        # Python's garbage collector does not look into these hooks (torch 2.13): one that held its parameter would keep
+        # the whole model alive, where a failed job leaves without `GradientSynchronizer.unbind`.
+        bucket_reference, on_complete_reference = weakref.ref(self), weakref.WeakMethod(on_complete)
 
-        def on_gradient(_: torch.Tensor) -> None:
+        def on_gradient(leaf: torch.Tensor) -> None:
             # This runs once per parameter and backward pass: keep it short.
+            bucket = bucket_reference()
+            if bucket is None:
+                return
             if leaf.grad is not gradient:
-                self._adopt(index)
+                bucket._adopt(index)
             used[index] = True
-            if self._required and self._count(index):
-                on_complete()
+            if bucket._required and bucket._count(index) and (complete := on_complete_reference()) is not None:
+                complete()
 
         return on_gradient
 

@@ -168,7 +168,8 @@ def dry_run(mapper: ModelStateMapper, tensors: Mapping[str, TensorInfo]) -> DryR
         ]
         for readable in order_groups(runnable, tensors):
             try:
-                outputs |= foresee_group(mapper, readable, tensors).outputs
+                inputs = {name: tensors[name] for name in readable.inputs}
+                outputs |= foresee_group(mapper, readable.group, inputs).outputs
             except ValueError as error:
                 problems.append(str(error))
     return DryRun(outputs=outputs, unread=tuple(sorted(tensors.keys() - wanted)), problems=tuple(problems))

@@ -10,7 +10,7 @@ Queries, keys and values in shards of safetensors are joined in one parameter a 
 - (c) preadv of the very bytes into the memory of the parameters: what the machine can do.
 
 All with a warm page cache, into memory that is there already. Then the anonymous memory that loading takes, the bytes that a
-rank reads, export, and what 20,000 tiny tensors cost.
+rank reads, export against (d) writing the bytes of each shard to a file of its own, and what 20,000 tiny tensors cost.
 """
 
 import argparse
@@ -241,14 +241,39 @@ def compare_loading(root: Path, mesh: DeviceMesh, arguments: argparse.Namespace)
         print(f"  anonymous memory beyond the model: {most[0] / MIB:.1f} MiB; bytes read: {share:.3f} of the share")
     for file in {file for file, _, _ in ranges}:
         os.close(file)
-    export = lambda: save_model_state(root / "export", mapper.inverse(), model, show_progress=False)  # noqa: E731
-    seconds = statistics.median(time_all({"export": export}, arguments.rounds)["export"])
-    most.clear()
+    compare_export(root, mesh, mapper.inverse(), model, arguments.rounds)
+
+
+def write_raw(path: Path, model: nn.Module) -> None:
+    """(d) Write the shards of this rank to a file, wait until it is on disk, and let it take the place of an older one."""
+    temporary = path.with_suffix(".tmp")
+    with temporary.open("xb", buffering=0) as file:
+        for parameter in model.parameters():
+            content = memoryview(local_tensor(parameter).detach().numpy()).cast("B")
+            while content:
+                content = content[file.write(content) :]
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def compare_export(root: Path, mesh: DeviceMesh, mapper: ModelStateMapper, model: nn.Module, rounds: int) -> None:
+    runs = {
+        "export": lambda: save_model_state(root / "export", mapper, model, show_progress=False),
+        "(d) write": lambda: write_raw(root / f"raw{mesh.get_rank()}", model),
+    }
+    total = sum(parameter.numel() * parameter.itemsize for parameter in model.parameters())
+    times = time_all(runs, rounds)
+    most: list[int] = []
     with watched_memory(most):
-        export()
+        runs["export"]()
     if mesh.get_rank() == 0:
+        export, raw = times.values()
+        ratio = statistics.median(other / mine for other, mine in zip(raw, export, strict=True))
+        speeds = [total / statistics.median(seconds) / 1e9 for seconds in (export, raw)]
         print(
-            f"  export: {seconds:.3f} s, {total / seconds / 1e9:.2f} GB/s, {most[0] / MIB:.1f} MiB of anonymous memory"
+            f"  export: {statistics.median(export):.3f} s [{min(export):.3f} .. {max(export):.3f}], {speeds[0]:.2f} GB/s, with "
+            f"{most[0] / MIB:.1f} MiB of anonymous memory; (d) writing each shard to a file of its own: {speeds[1]:.2f} GB/s; "
+            f"export is {ratio:.2f} x as fast, {min(raw) / min(export):.2f} x in the best rounds"
         )
 
 

@@ -73,7 +73,13 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class RankOutcome:
-    """How a test body, and then its teardown, ended on a rank. `text` is a traceback, or the reason of a skip."""
+    """How a test body, and then its teardown, ended on a rank.
+
+    Attributes:
+        text: A traceback, or the reason of a skip.
+        is_worn: Whether what tests have left in the rank costs more than a new one.
+    """
 
     kind: OutcomeKind
     text: str = ""
+    is_worn: bool = False

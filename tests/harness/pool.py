@@ -1,4 +1,4 @@
-"""The pool: ranks that outlive a test, replaced whenever a test did not end well on all of them.
+"""The pool: ranks that outlive a test, replaced when a test did not end well on all of them, and when they are worn.
 
 [Note: Why a fork server] A rank needs torch and its distributed parts: 3 s of imports. The fork server imports them once
 and forks each rank from itself in 10 ms, so that growing the pool, and replacing it after a failure, is nearly free. That
@@ -47,6 +47,7 @@ class RankReport:
         kind: The outcome that the rank sent; "died" if it could not; "stuck" if it ran past its time.
         text: Traceback, reason, exit code or stack, by kind.
         after_s: When that was, since the test (or its teardown) began.
+        is_worn: Whether the rank asks to be replaced.
         output: What the rank wrote to stdout and stderr.
     """
 
@@ -54,6 +55,7 @@ class RankReport:
     kind: OutcomeKind | Literal["died", "stuck"]
     text: str
     after_s: float
+    is_worn: bool = False
     output: str = ""
 
     @property
@@ -150,6 +152,8 @@ class RankPool:
             teardowns = _collect(ranks, TEARDOWN_LIMIT_S)
             if not all(report.ended_well for report in teardowns):
                 reports = teardowns
+            elif any(report.is_worn for report in teardowns):
+                self._kill_ranks()
         return [replace(report, output=_read(output)) for report, output in zip(reports, outputs, strict=True)]
 
     def _kill_ranks(self) -> None:
@@ -183,8 +187,8 @@ def _poll(rank: int, process: RankProcess, now_s: float) -> RankReport | None:
     match process.poll():
         case None:
             return None
-        case RankOutcome(kind=kind, text=text):
-            return RankReport(rank=rank, kind=kind, text=text, after_s=now_s)
+        case RankOutcome(kind=kind, text=text, is_worn=is_worn):
+            return RankReport(rank=rank, kind=kind, text=text, after_s=now_s, is_worn=is_worn)
         case how_it_died:
             return RankReport(rank=rank, kind="died", text=how_it_died, after_s=now_s)
 

@@ -1,12 +1,14 @@
 """Process-wide state that a test may change: set before a test, restored after it."""
 
+import functools
 import gc
 import os
 import random
 import socket
 import sys
+import time
 import warnings
-from collections.abc import Generator, Mapping
+from collections.abc import Collection, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -21,6 +23,14 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 SEED = 0
 
 _LOOPBACK_NAMES = ("lo", "lo0")
+
+_MAX_LEFT_LOOPS = 32
+"""Event loops of gloo groups that tests may leave in a rank. Each wakes up a hundred times a second: those of some
+hundred tests keep two cores busy."""
+_MAX_IDLE_LOAD = 0.8
+"""Threads that may want to run in a rank without a task, on average over a wait."""
+_MIN_IDLE_S = 0.05
+_TASKS = Path("/proc/self/task")
 
 
 def torchrun_environment(rank: int, world_size: int) -> dict[str, str]:
@@ -124,11 +134,76 @@ def process_group(rank: int, world_size: int, store_path: str, timeout_s: float)
         _forget_meshes()
 
 
+class WearGauge:
+    """Tells whether what tests have left in this process costs more than a new process.
+
+    Used by one thread: `start_waiting`, then `stop_waiting`, then `is_worn`, for each task. Measures nothing where the
+    system has no /proc.
+    """
+
+    def __init__(self, own_threads: Collection[int]) -> None:
+        """Start unworn.
+
+        Args:
+            own_threads: Native ids of the threads that take the tasks: they may be late on a busy machine.
+        """
+        self._own_threads = {str(thread) for thread in own_threads}
+        self._waiting_since = (time.monotonic(), self._runnable_s())
+        self._idle_load = 0.0
+
+    def start_waiting(self) -> None:
+        """Measure what runs from now on."""
+        self._waiting_since = (time.monotonic(), self._runnable_s())
+
+    def stop_waiting(self) -> None:
+        """Take a wait into account that was long enough to tell."""
+        start_s, before_s = self._waiting_since
+        waited_s = time.monotonic() - start_s
+        if waited_s >= _MIN_IDLE_S:
+            self._idle_load = (self._runnable_s() - before_s) / waited_s
+
+    @property
+    def is_worn(self) -> bool:
+        """Whether a thread has run all the time that the process waited, or groups that nobody uses have many loops."""
+        return self._idle_load > _MAX_IDLE_LOAD or count_gloo_loops() > _MAX_LEFT_LOOPS
+
+    def _runnable_s(self) -> float:
+        # Time on a core and time spent waiting for one: that sum does not depend on what else the machine does.
+        states = [_read(path / "schedstat") for path in _TASKS.glob("*") if path.name not in self._own_threads]
+        return sum(int(number) for state in states for number in state.split()[:2]) / 1e9
+
+
+def count_gloo_loops() -> int:
+    """Count the event loops of gloo groups in this process; 0 where the system does not name threads in /proc."""
+    return sum(_read(path).strip() == "gloo_tcp_loop" for path in _TASKS.glob("*/comm"))
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:  # the thread has ended meanwhile
+        return ""
+
+
 def _forget_meshes() -> None:
     # DTensor caches results by mesh, and meshes of equal shape and ranks are equal: the next test would get specs
     # that hold this test's mesh, whose groups are gone. Recheck when torch > 2.13.
     _clear_sharding_prop_cache()
     clear_redistribute_planner_cache()
+    for cache in _caches_of_torch():
+        cache.cache_clear()
     dtensor_random._rng_tracker = None
     # Groups die, with their threads and sockets, only when the cycles that hold them are found.
     gc.collect()
+
+
+def _caches_of_torch() -> Iterator["functools._lru_cache_wrapper[object]"]:
+    """Yield what `functools` caches for DTensor, some of it by mesh."""
+    for name, module in list(sys.modules.items()):
+        if not name.startswith("torch.distributed.tensor"):
+            continue
+        classes = [value for value in vars(module).values() if isinstance(value, type) and value.__module__ == name]
+        for value in [value for owner in (module, *classes) for value in vars(owner).values()]:
+            function = value.__func__ if isinstance(value, staticmethod | classmethod) else value
+            if isinstance(function, functools._lru_cache_wrapper):
+                yield function

@@ -9,6 +9,7 @@ import signal
 import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
@@ -33,15 +34,20 @@ def serve(connection: Connection, stack_path: str, pytest_args: Sequence[str]) -
     _become_rank_process(stack_path)
     install_assertion_rewriting(pytest_args)
     commands: SimpleQueue[Command] = SimpleQueue()
-    threading.Thread(target=_read_commands, args=(connection, commands), daemon=True, name="rank-commands").start()
+    reader = threading.Thread(target=_read_commands, args=(connection, commands), daemon=True, name="rank-commands")
+    reader.start()
     # What is imported by now lives for ever: the collection after each test need not walk it.
     gc.freeze()
     connection.send(Ready())
+    gauge = rank_state.WearGauge({thread.native_id or 0 for thread in (threading.main_thread(), reader)})
     while True:
+        gauge.start_waiting()
         task = commands.get()
+        gauge.stop_waiting()
         if not isinstance(task, RankTask):
             raise RuntimeError(f"A rank without a task was sent {task}.")
-        connection.send(_run_task(task, connection, commands))
+        outcome = _run_task(task, connection, commands)
+        connection.send(replace(outcome, is_worn=gauge.is_worn))
 
 
 def _become_rank_process(stack_path: str) -> None:
@@ -49,6 +55,8 @@ def _become_rank_process(stack_path: str) -> None:
     os.setsid()
     # The pytest process holds us as a daemon, to end us when it exits, but a rank may have children (data loaders).
     multiprocessing.current_process().daemon = False
+    # Ours is the fork server, whose children import everything anew. Data loaders get the start method that users have.
+    multiprocessing.set_start_method(None, force=True)
     # Never closed: faulthandler keeps only its descriptor.
     stack_file = os.open(stack_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=True)

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from d9d.dataset.lanes.sample_loading import MapDataset, kept_generators, load_sample
+from d9d.dataset.lanes.generators import KeptGenerators
+from d9d.dataset.lanes.sample_loading import MapDataset, load_sample
 
 __all__ = ["FingerprintedDataset", "dataset_fingerprint"]
 
@@ -49,7 +50,7 @@ def dataset_fingerprint(dataset: MapDataset, *, in_process_of_its_own: bool = Fa
         return fingerprint
     num_samples = len(dataset)
     digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
-    with kept_generators():
+    with KeptGenerators():
         for index in _probes(num_samples):
             digest.update(_digest_of(load_sample(dataset, index, seed=index)))
     kind = type(dataset)

@@ -1,10 +1,9 @@
 """Packs from a map-style dataset that are the same for any number of ranks, and that can be resumed at any step."""
 
-import contextlib
 import dataclasses
 import hashlib
 import itertools
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -14,17 +13,17 @@ from torch.utils.data import DataLoader, Sampler
 
 from d9d.core.protocol import MicrobatchPackStream
 from d9d.core.types import CollateFn, MicrobatchPack
+from d9d.dataset.lanes.generators import KeptGenerators, may_seed_generators
 from d9d.dataset.lanes.microbatch_loading import (
     AttachWeights,
     MicrobatchLoader,
     MicrobatchRequest,
     describe_request,
-    may_seed_generators,
     microbatch_requests,
 )
 from d9d.dataset.lanes.order import Tail
 from d9d.dataset.lanes.plan import DataPlan
-from d9d.dataset.lanes.sample_loading import MapDataset, SampleError, SampleSeeds, kept_generators
+from d9d.dataset.lanes.sample_loading import MapDataset, SampleError, SampleSeeds
 from d9d.dataset.lanes.state import LaneState, check_resume
 from d9d.dataset.sharded import dataset_length, derive_seed
 
@@ -89,9 +88,10 @@ class ElasticMapStream(MicrobatchPackStream):
     [Note: random numbers within samples]
     A dataset that takes seeds (`SeededDataset`) gets one for each sample that follows from the seed of the plan and the
     position. Besides, the global CPU generators of PyTorch, NumPy and Python are seeded with that of its first position
-    before each microbatch is loaded and collated. In the process that trains (num_workers 0), they are put back after
-    each pack, so that training does not notice. That works on the main thread only, which may draw from them at any moment:
-    such a stream asks to be read there (`needs_main_thread`), and a thread that reads it leaves the generators alone.
+    before each microbatch is loaded and collated. In the process that trains (num_workers 0), that begins with the first
+    pack that draws, which is loaded twice, and the generators are put back after each pack, so that training does not
+    notice. That works on the main thread only, which may draw from them at any moment: such a stream asks to be read there
+    (`needs_main_thread`), and a thread that reads it leaves the generators alone.
 
     In the short last step of an epoch (`Tail.short`), packs may hold an `IdleMicrobatch`. See [Note: short steps].
 
@@ -105,7 +105,7 @@ class ElasticMapStream(MicrobatchPackStream):
         fingerprint: Of the dataset (`dataset_fingerprint`), compared at a resume; empty to leave it out.
         attach_weights: Puts the weights of samples into microbatches, such as `add_weights`; needed for `Tail.pad`.
         seeds_generators: Whether to seed the global generators for each microbatch. Where neither dataset nor collate
-            function draw from them, turning it off saves some 10 microseconds each.
+            function draw from them, turning it off lets other threads read the stream.
 
     Raises:
         ValueError: The plan does not fit the dataset or the ranks; names all problems.
@@ -135,11 +135,14 @@ class ElasticMapStream(MicrobatchPackStream):
         self._iteration = 0
         options = loader or LoaderOptions()
         self._disturbs_generators = options.num_workers == 0 and seeds_generators
+        self._generators = KeptGenerators()
         self._worker_seeds = torch.Generator()
-        microbatches = MicrobatchLoader(
-            dataset, collate_fn, plan.order, SampleSeeds(plan.seed), attach_weights, seeds_generators
+        # See [Note: seeding only what draws].
+        seeds_from_start = seeds_generators and not self._disturbs_generators
+        self._loader = MicrobatchLoader(
+            dataset, collate_fn, plan.order, SampleSeeds(plan.seed), attach_weights, seeds_from_start
         )
-        self._microbatches = _build_loader(microbatches, self._place, options, self._worker_seeds)
+        self._microbatches = _build_loader(self._loader, self._place, options, self._worker_seeds)
 
     @property
     def plan(self) -> DataPlan:
@@ -191,10 +194,29 @@ class ElasticMapStream(MicrobatchPackStream):
         for step in place.remaining_steps():
             if iteration != self._iteration:
                 raise RuntimeError("this iterator is stale: the stream was moved or iterated anew after it began.")
-            with self._kept_generators():
+            if self._disturbs_generators and may_seed_generators():
+                pack, microbatches = self._load_pack_here(microbatches, step)
+            else:
                 pack = self._load_pack(microbatches, step)
             place.num_steps = step + 1
             yield pack
+
+    def _load_pack_here(self, microbatches: Iterator[Any], step: int) -> tuple[MicrobatchPack[Any], Iterator[Any]]:
+        """Load a pack in the process that trains, and return what the next one comes from.
+
+        [Note: seeding only what draws]
+        Seeding for each microbatch takes longer than loading small samples, most of which draw no random numbers. So loading
+        begins without, and watches the generators. A pack that has drawn is dropped and loaded once more with seeds, and so
+        is everything after it: what comes out is the same as with seeds from the start.
+        """
+        loader = self._loader
+        with self._generators:
+            pack = self._load_pack(microbatches, step)
+            if not loader.seeds_generators and self._generators.have_changed():
+                loader.seeds_generators = True
+                microbatches = iter(self._microbatches)
+                pack = self._load_pack(microbatches, step)
+        return pack, microbatches
 
     def _load_pack(self, microbatches: Iterator[Any], step: int) -> MicrobatchPack[Any]:
         num_microbatches = len(self._place.microbatch_starts(step))
@@ -212,14 +234,6 @@ class ElasticMapStream(MicrobatchPackStream):
                 f"for lack of memory, or took longer than its timeout. It says: {error}"
             ) from error
         return tuple(pack)
-
-    @contextlib.contextmanager
-    def _kept_generators(self) -> Generator[None]:
-        if self._disturbs_generators and may_seed_generators():
-            with kept_generators():
-                yield
-        else:
-            yield
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last pack that was handed out; the same on all ranks."""

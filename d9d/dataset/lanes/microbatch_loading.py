@@ -1,22 +1,21 @@
 """Loads whole microbatches from their position, in a loader process or in the one that trains."""
 
 import itertools
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, Protocol, TypeAlias, cast, runtime_checkable
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, get_worker_info
+from torch.utils.data import Dataset
 
 from d9d.core.types import CollateFn, IdleMicrobatch
+from d9d.dataset.lanes.generators import may_seed_generators, seed_generators
 from d9d.dataset.lanes.order import SampleOrder
 from d9d.dataset.lanes.sample_loading import (
     MapDataset,
     SampleError,
     SampleSeeds,
     SeededDataset,
-    seed_generators,
 )
 
 __all__ = [
@@ -26,7 +25,6 @@ __all__ = [
     "MicrobatchRequest",
     "add_weights",
     "describe_request",
-    "may_seed_generators",
     "microbatch_requests",
 ]
 
@@ -128,10 +126,11 @@ class MicrobatchLoader(Dataset[Any]):
         self._order = order
         self._seeds = seeds
         self._attach_weights = attach_weights
-        self._seeds_generators = seeds_generators
+        self.seeds_generators = seeds_generators
+        """May be changed in the process that loads."""
 
     def __getitem__(self, request: MicrobatchRequest) -> Any:  # noqa: ANN401 - see `AttachWeights`
-        if self._seeds_generators and may_seed_generators():
+        if self.seeds_generators and may_seed_generators():
             seed_generators(self._seeds.at(request.start))
         samples = self._load_samples(request)
         try:
@@ -166,11 +165,6 @@ class MicrobatchLoader(Dataset[Any]):
                 f"not be loaded: {error!r}"
             ) from error
         return samples
-
-
-def may_seed_generators() -> bool:
-    """Tell whether seeding the global generators here disturbs nobody: no other thread may be drawing from them."""
-    return get_worker_info() is not None or threading.current_thread() is threading.main_thread()
 
 
 def describe_request(request: MicrobatchRequest) -> str:

@@ -1,13 +1,8 @@
 """Loads single samples, with random numbers that follow from their position and errors that name it."""
 
-import contextlib
-import random
-from collections.abc import Generator
 from typing import Any, Protocol, runtime_checkable
 
-import numpy as np
-import torch
-
+from d9d.dataset.lanes.generators import seed_generators
 from d9d.dataset.lanes.permutation import mix64
 from d9d.dataset.sharded import derive_seed
 
@@ -16,13 +11,10 @@ __all__ = [
     "SampleError",
     "SampleSeeds",
     "SeededDataset",
-    "kept_generators",
     "load_sample",
-    "seed_generators",
 ]
 
 _GOLDEN_GAMMA = 0x9E3779B97F4A7C15
-_NUM_NUMPY_SEEDS = 2**32
 
 
 class MapDataset(Protocol):
@@ -93,27 +85,3 @@ def load_sample(dataset: MapDataset, index: int, seed: int, *, seeds_generators:
     if seeds_generators:
         seed_generators(seed)
     return dataset[index]
-
-
-def seed_generators(seed: int) -> None:
-    """Seed the global CPU generators of PyTorch, NumPy and Python; takes about 7 microseconds."""
-    # The generator's own method takes 1 microsecond; `torch.manual_seed` would reach for accelerators too.
-    torch.default_generator.manual_seed(seed)
-    np.random.seed(seed % _NUM_NUMPY_SEEDS)
-    random.seed(seed)
-
-
-@contextlib.contextmanager
-def kept_generators() -> Generator[None]:
-    """Let the global CPU generators go on after a block as if it had not run; takes about 110 microseconds."""
-    torch_state, numpy_state, python_state = (
-        torch.default_generator.get_state(),
-        np.random.get_state(),
-        random.getstate(),
-    )
-    try:
-        yield
-    finally:
-        torch.default_generator.set_state(torch_state)
-        np.random.set_state(numpy_state)
-        random.setstate(python_state)

@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from d9d.core.dist_context import DistributedContext
 from d9d.core.placement import trainable
+from d9d.core.protocol import MixesTokens
 from d9d.internals.materialize import materialize_module, seed_names_of_stages
 from d9d.internals.tied_parameters import StageMemory, agree_on_ties
 from d9d.loop.component.model_states import load_and_tie_stages
@@ -95,6 +96,7 @@ class ModelStageFactory:
                 ParallelizeModelStageContext(dist_context=context, stage=stage, model=model)
             )
             self._refuse_undistributed(model)
+            self._refuse_attention_to_parts(model)
             memory.add(stage.current_stage, model)
         return built
 
@@ -120,4 +122,19 @@ class ModelStageFactory:
                 f"parallelize_model_stage() left {len(names)} trainable parameters undistributed, so that their copies "
                 f"would drift apart: {', '.join(names)}. Call parallelize_replicate, parallelize_fsdp or "
                 f"parallelize_hsdp on their modules."
+            )
+
+    def _refuse_attention_to_parts(self, model: nn.Module) -> None:
+        """Refuse attention that takes the tokens of this rank for whole sequences: it would be wrong in silence."""
+        degree = self._dist_context.mesh_params.context_parallel
+        names = [
+            name
+            for name, module in model.named_modules()
+            if isinstance(module, MixesTokens) and module.context_parallel_degree != degree
+        ]
+        if names:
+            raise ValueError(
+                f"sequences are cut over {degree} context-parallel ranks, but parallelize_model_stage() left {len(names)} "
+                f"modules whose tokens would see those of their own rank alone: {', '.join(names)}. Call "
+                f"parallelize_context on the model, which says what can not be split, or set the degrees to 1."
             )

@@ -5,6 +5,7 @@
 import dataclasses
 import itertools
 import math
+from collections.abc import Iterable
 
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -13,7 +14,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from d9d.core.placement import local_tensor
 from d9d.model_state.mapper.pieces import Box
 
-__all__ = ["LocalBox", "local_boxes"]
+__all__ = ["LocalBox", "local_boxes", "num_elements"]
 
 _Range = tuple[int, int]
 """Start and length."""
@@ -37,8 +38,8 @@ def local_boxes(tensor: torch.Tensor) -> tuple[LocalBox, ...]:
         NotImplementedError: If the placements are others than `Replicate` and shards of whole dimensions.
     """
     if not isinstance(tensor, DTensor):
-        shape = tuple(tensor.shape)
-        return (LocalBox(Box.whole(shape), Box.whole(shape)),) if tensor.numel() else ()
+        whole = Box.whole(tensor.shape)
+        return (LocalBox(whole, whole),) if tensor.numel() else ()
     local_shape = tuple(local_tensor(tensor).shape)
     coordinate = tensor.device_mesh.get_coordinate()
     if coordinate is None:
@@ -60,6 +61,11 @@ def local_boxes(tensor: torch.Tensor) -> tuple[LocalBox, ...]:
             f"not cut as torch cuts them."
         )
     return tuple(_boxes(ranges)) if math.prod(shape) else ()
+
+
+def num_elements(boxes: Iterable[LocalBox]) -> int:
+    """Return how many elements boxes have together, which do not overlap."""
+    return sum(math.prod(part.box.shape) for part in boxes)
 
 
 def _cut_by(placement: Placement, tensor: torch.Tensor) -> tuple[int, int]:

@@ -15,7 +15,7 @@ import dataclasses
 import hashlib
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from d9d.model_state.io.durable import flush_directory, json_bytes, write_durably
@@ -23,7 +23,7 @@ from d9d.model_state.io.export_lock import DirectoryLock
 from d9d.model_state.io.files import INDEX_NAME, SINGLE_NAME
 from d9d.model_state.io.manifest import MANIFEST_NAME, write_manifest
 
-__all__ = ["WrittenShard", "prepare_directory", "publish", "remove_shards", "temporary_name"]
+__all__ = ["WrittenShard", "prepare_directory", "publish", "remove_files", "temporary_name"]
 
 _SHARD_NAME = re.compile(r"model-\d{5,}-of-\d{5,}\.safetensors")
 _TEMPORARY_NAME = re.compile(
@@ -39,12 +39,14 @@ class WrittenShard:
 
     Attributes:
         name: The temporary name.
+        position: Where it comes among all of the export, which are numbered by it.
         num_bytes: Size of the file.
         tensors: Size in bytes of each tensor in it, by name.
         digest: Hexadecimal SHA-256 digest of the file; None if no manifest is asked for.
     """
 
     name: str
+    position: tuple[int, int]
     num_bytes: int
     tensors: Mapping[str, int]
     digest: str | None
@@ -79,11 +81,11 @@ def prepare_directory(directory: Path) -> DirectoryLock:
     return lock
 
 
-def remove_shards(directory: Path, shards: Sequence[WrittenShard]) -> None:
-    """Remove the shards of an export that has failed, as far as that is possible."""
-    for shard in shards:
+def remove_files(paths: Iterable[Path]) -> None:
+    """Remove files of an export that has failed, as far as that is possible."""
+    for path in paths:
         with contextlib.suppress(OSError):
-            (directory / shard.name).unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
 
 
 def publish(directory: Path, shards: Sequence[WrittenShard]) -> None:

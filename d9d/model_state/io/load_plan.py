@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from d9d.model_state.io.model_tensors import Target, find_targets
+from d9d.model_state.io.planning import without_garbage_collection
 from d9d.model_state.io.problems import raise_problems
 from d9d.model_state.io.reader import Foreseen, ReadableGroup, foresee_group, missing_text, order_groups
 from d9d.model_state.io.source import ModelStateSource
@@ -55,6 +56,7 @@ class LoadPlan:
     targets: Sequence[Target]
 
 
+@without_garbage_collection()
 def plan_load(
     source: ModelStateSource, mapper: ModelStateMapper, model: nn.Module, keep: Sequence[str], what: str
 ) -> LoadPlan:
@@ -83,7 +85,7 @@ def plan_load(
     for readable in order_groups(wanted, source.tensors):
         names = [name for name in sorted(readable.group.outputs) if name in available]
         try:
-            foreseen = foresee_group(mapper, readable, source.tensors)
+            foreseen = foresee_group(mapper, readable.group, {name: source.tensors[name] for name in readable.inputs})
         except ValueError as error:
             problems.append(str(error))
             continue

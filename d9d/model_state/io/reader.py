@@ -10,7 +10,7 @@ the files and the names alone, so it is the same on all ranks.
 import dataclasses
 from collections.abc import Collection, Generator, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, Protocol
 
 import torch
 from tqdm import tqdm
@@ -24,6 +24,7 @@ from d9d.model_state.mapper.pieces import TensorPieces
 from d9d.model_state.mapper_reference import describe_with_place
 
 __all__ = [
+    "Described",
     "Foreseen",
     "ReadableGroup",
     "apply_group",
@@ -49,6 +50,20 @@ class ReadableGroup:
     group: StateGroup
     inputs: tuple[str, ...]
     num_bytes: int
+
+
+class Described(Protocol):
+    """What has the shape and the dtype of a tensor, such as the tensor itself."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Size of each dimension."""
+        ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Element type."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -155,24 +170,31 @@ def apply_group(
     return outputs
 
 
-@torch.no_grad()
-def foresee_group(mapper: ModelStateMapper, readable: ReadableGroup, tensors: Mapping[str, TensorInfo]) -> Foreseen:
+def foresee_group(mapper: ModelStateMapper, group: StateGroup, inputs: Mapping[str, "Described"]) -> Foreseen:
     """Find out what a group makes of its inputs, without their data.
+
+    Args:
+        mapper: The mapper.
+        group: One of its groups.
+        inputs: What is known of the inputs that there are, by name.
 
     Raises:
         ValueError: If the mapper refuses the inputs, fails, or makes something else than it has declared. Names the group.
     """
-    group = readable.group
-    infos = [tensors[name] for name in readable.inputs]
     try:
-        pieces = mapper.trace({info.name: TensorPieces.whole(info.name, info.shape, info.dtype) for info in infos})
+        pieces = mapper.trace(
+            {name: TensorPieces.whole(name, known.shape, known.dtype) for name, known in inputs.items()}
+        )
     except Exception as error:
         raise ValueError(_failure(group, error)) from error
     if pieces is not None:
         _check_outputs(mapper, group, pieces)
         return Foreseen(pieces, pieces)
     try:
-        outputs = mapper.apply({info.name: torch.empty(info.shape, dtype=info.dtype, device="meta") for info in infos})
+        with torch.no_grad():
+            outputs = mapper.apply(
+                {name: torch.empty(known.shape, dtype=known.dtype, device="meta") for name, known in inputs.items()}
+            )
     except (RuntimeError, TypeError):
         # Torch's own errors where a mapper looks at values, which there are none of. Running the group tells what is wrong.
         return Foreseen({}, None)

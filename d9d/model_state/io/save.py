@@ -1,21 +1,5 @@
-"""Exports modules as model states, also where their parameters are sharded.
+"""Exports modules as model states, also where their parameters are sharded."""
 
-[Note: gathering in one order]
-Gathering a tensor is a collective of the ranks that share it. All ranks go through the groups of the mapper sorted by name,
-and through the inputs of each sorted by name, so that they meet in the same calls. The whole tensors of a group are on
-every rank for a moment; one rank translates and writes them, the others let go.
-
-Whatever goes wrong there on one rank alone, such as running out of memory, the others wait in that call. So this rank raises
-at once, and makes no further calls, which they would take for the one they wait for.
-
-Which rank that is follows from names and sizes: there are as many writers as files are needed, so that a small model
-becomes one file, and each group goes to the writer with the fewest bytes so far.
-"""
-
-import dataclasses
-import hashlib
-import heapq
-from collections.abc import Sequence
 from pathlib import Path
 from typing import final
 
@@ -23,16 +7,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from d9d.core.participants import Participants
-from d9d.core.placement import like_parameter, local_tensor
 from d9d.model_state.io.export import Export, ExportOptions
-from d9d.model_state.io.progress import progress_bar
-from d9d.model_state.io.shard_file import stored_bytes
+from d9d.model_state.io.module_export import ExportRanks, start_export
 from d9d.model_state.io.writer import check_mesh_dim
-from d9d.model_state.mapper.base import ModelStateMapper, StateGroup, require_mapper, runnable_groups
-from d9d.model_state.mapper.names import NearestNames, listed
+from d9d.model_state.mapper.base import ModelStateMapper
 
 __all__ = [
     "BackgroundExport",
@@ -41,12 +21,6 @@ __all__ = [
     "save_model_state_pipeline_parallel",
     "save_model_state_pipeline_parallel_in_background",
 ]
-
-_GROUPS_PER_AGREEMENT = 64
-"""How far the ranks go on when one of them cannot write. Agreeing takes about a millisecond."""
-
-_WORDS = {1: torch.uint8, 2: torch.float16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
-"""Dtypes that all backends gather, by bytes. None has int16, and moving a float changes no bit of it."""
 
 
 @final
@@ -91,14 +65,18 @@ def save_model_state(
     processes to talk to, there is only one. To export from a single rank of a job, use `write_model_state_local` with
     ``module.state_dict().items()``.
 
+    The files do not depend on the number of ranks. Memory: chunks of 4 MiB, and one group of the mapper where it is gathered, see
+    [Note: who writes what].
+
     An error on one rank is raised on all, unless it strikes while others gather a tensor with this rank, as lack of memory
     may: it is raised here at once, and the others wait until this process ends, or for the time limit of the process group.
 
     Args:
-        dest_dir: Directory of the model state, on a file system that all ranks share; it is created. Older weights in it
-            are replaced once the new ones are complete, other files stay.
-        mapper: Translates names of ``model.state_dict()`` to those on disk. It gets whole plain tensors on one rank, so it
-            must not communicate. Of tied parameters, both names are there: it asks for those that the files are to have.
+        dest_dir: Directory of the model state; it is created. Older weights in it are replaced once the new ones are
+            complete, other files stay. Ranks that do not see it, as it is on a disk of the first rank's machine, send what
+            they hold to those that do.
+        mapper: Translates names of ``model.state_dict()`` to those on disk. Where it has a `trace`, ranks write what they
+            hold; elsewhere it gets whole plain tensors on one rank, so it must not communicate. Of tied parameters, both names are there: it asks for those that the files are to have.
         model: The module.
         shard_size_gb: Most tensor bytes in a file, in units of 10^9; a larger tensor gets a file for itself. What fits
             into one file becomes ``model.safetensors``, without an index.
@@ -115,7 +93,7 @@ def save_model_state(
     """
     options = ExportOptions(shard_size_gb=shard_size_gb, dtype=dtype, manifest=manifest)
     ranks = _ranks_of(process_group)
-    _save(dest_dir, mapper, [model], _Ranks(ranks, ranks), options, show_progress).finish()
+    start_export(dest_dir, mapper, [model], ranks, options, show_progress).finish()
 
 
 def save_model_state_in_background(
@@ -152,7 +130,7 @@ def save_model_state_in_background(
     """
     options = ExportOptions(shard_size_gb=shard_size_gb, dtype=dtype, manifest=manifest)
     ranks = _ranks_of(process_group)
-    export = _save(dest_dir, mapper, [model], _Ranks(ranks, ranks), options, show_progress, in_background=True)
+    export = start_export(dest_dir, mapper, [model], ranks, options, show_progress, in_background=True)
     return BackgroundExport(export)
 
 
@@ -175,7 +153,7 @@ def save_model_state_pipeline_parallel(
     in shards, and share the writing.
 
     Args:
-        dest_dir: As in `save_model_state`.
+        dest_dir: As in `save_model_state`; the first of the ranks that hold the same stages must see it.
         mapper: Of the stages of this rank: no two pipeline ranks may produce the same name. As in `save_model_state`.
         device_mesh: All ranks that call this. Where other dimensions exist, not the pipeline's slice alone: each
             pipeline would write the same files.
@@ -195,7 +173,7 @@ def save_model_state_pipeline_parallel(
     """
     options = ExportOptions(shard_size_gb=shard_size_gb, dtype=dtype, manifest=manifest)
     ranks = _ranks_of_mesh(device_mesh, pipeline_dim_name)
-    _save(dest_dir, mapper, models, ranks, options, show_progress, position).finish()
+    start_export(dest_dir, mapper, models, ranks, options, show_progress, position).finish()
 
 
 def save_model_state_pipeline_parallel_in_background(
@@ -236,182 +214,19 @@ def save_model_state_pipeline_parallel_in_background(
     """
     options = ExportOptions(shard_size_gb=shard_size_gb, dtype=dtype, manifest=manifest)
     ranks = _ranks_of_mesh(device_mesh, pipeline_dim_name)
-    export = _save(dest_dir, mapper, models, ranks, options, show_progress, position, in_background=True)
+    export = start_export(dest_dir, mapper, models, ranks, options, show_progress, position, in_background=True)
     return BackgroundExport(export)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Ranks:
-    everyone: Participants
-    """All ranks that export."""
-    peers: Participants
-    """Those with the same modules as this one."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Plan:
-    """What is to be written, in the order of all peers. See [Note: gathering in one order]."""
-
-    state: dict[str, torch.Tensor]
-    groups: list[StateGroup]
-    writers: list[int]
-    """Peer that writes each group."""
-
-    def outputs_of(self, peer: int) -> list[str]:
-        return [
-            name
-            for group, writer in zip(self.groups, self.writers, strict=True)
-            if writer == peer
-            for name in group.outputs
-        ]
-
-
-def _ranks_of(process_group: dist.ProcessGroup | None) -> Participants:
+def _ranks_of(process_group: dist.ProcessGroup | None) -> ExportRanks:
     if process_group is None and dist.is_available() and dist.is_initialized():
         process_group = dist.group.WORLD
-    return Participants() if process_group is None else Participants([process_group])
+    ranks = Participants() if process_group is None else Participants([process_group])
+    return ExportRanks(everyone=ranks, peers=ranks)
 
 
-def _ranks_of_mesh(device_mesh: DeviceMesh, pipeline_dim_name: str) -> _Ranks:
+def _ranks_of_mesh(device_mesh: DeviceMesh, pipeline_dim_name: str) -> ExportRanks:
     check_mesh_dim(device_mesh, pipeline_dim_name)
-    return _Ranks(
+    return ExportRanks(
         everyone=Participants.of_mesh(device_mesh), peers=Participants.of_mesh(device_mesh, without=pipeline_dim_name)
     )
-
-
-@torch.no_grad()
-def _save(
-    dest_dir: Path | str,
-    mapper: ModelStateMapper,
-    models: Sequence[nn.Module],
-    ranks: _Ranks,
-    options: ExportOptions,
-    show_progress: bool,
-    position: int | None = None,
-    *,
-    in_background: bool = False,
-) -> Export:
-    """Write, or hand to a thread, everything that is this rank's to write. A collective of all ranks."""
-    with ranks.everyone.failing_together():
-        options.check()
-        require_mapper(mapper)
-        plan = _plan(mapper, _merged_state(models), ranks.peers.size, options)
-    _check_same_plan(plan, ranks)
-    outputs = plan.outputs_of(ranks.peers.rank)
-    export = Export(Path(dest_dir), ranks.everyone, options, outputs, in_background=in_background)
-    is_first = ranks.everyone.rank == 0
-    bar = progress_bar(len(plan.groups), "group", "writing", show_progress, position, is_first=is_first)
-    try:
-        with bar:
-            for index in range(len(plan.groups)):
-                _gather_and_write(plan, index, mapper, export, ranks.peers)
-                bar.update()
-                # See [Note: a rank that cannot write].
-                if index % _GROUPS_PER_AGREEMENT == 0 and any(ranks.peers.gather(export.has_failed)):
-                    break
-    except BaseException:
-        # See [Note: gathering in one order]. Errors of the mapper and of files do not come here.
-        export.abort()
-        raise
-    return export
-
-
-def _gather_and_write(plan: _Plan, index: int, mapper: ModelStateMapper, export: Export, peers: Participants) -> None:
-    """Gather the inputs of a group, and write its outputs if they are this rank's. A collective of the peers."""
-    group = plan.groups[index]
-    inputs = {name: _whole(plan.state[name]) for name in sorted(group.inputs) if name in plan.state}
-    if plan.writers[index] != peers.rank or export.has_failed:
-        return
-    try:
-        outputs = mapper.apply(inputs)
-    except Exception as error:  # noqa: BLE001  # raised by `Export.finish`, on all ranks
-        export.fail(error)
-    else:
-        export.write(outputs, group.outputs)
-
-
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Gather a tensor. A collective of the ranks that share it."""
-    if not isinstance(tensor, DTensor):
-        return tensor
-    if any(placement.is_partial() for placement in tensor.placements):
-        return tensor.full_tensor()
-    # Backends do not take all dtypes (gloo has no float8), and nothing is computed: words of the same size will do.
-    words = like_parameter(local_tensor(tensor).view(_WORDS[tensor.itemsize]), tensor)
-    return words.full_tensor().view(tensor.dtype) if isinstance(words, DTensor) else words
-
-
-def _merged_state(models: Sequence[nn.Module]) -> dict[str, torch.Tensor]:
-    """Return the tensors of all modules by name; what else a state dict may hold is left out."""
-    merged: dict[str, torch.Tensor] = {}
-    different: set[str] = set()
-    for model in models:
-        for name, value in model.state_dict().items():
-            if isinstance(value, torch.Tensor) and not _is_same(merged.setdefault(name, value), value):
-                different.add(name)
-    if different:
-        raise ValueError(
-            f"{len(different)} names stand for different tensors in the stages of this rank: {listed(different)}. Give "
-            f"each stage names of its own, such as the numbers that its layers have in the whole model."
-        )
-    return merged
-
-
-def _is_same(first: torch.Tensor, second: torch.Tensor) -> bool:
-    if first is second:
-        return True
-    # State dicts hold new objects over the memory of the parameters.
-    first_local, second_local = local_tensor(first), local_tensor(second)
-    return (
-        (first.shape, first.dtype) == (second.shape, second.dtype)
-        and first_local.stride() == second_local.stride()
-        and first_local.data_ptr() == second_local.data_ptr()
-        and first_local.untyped_storage().data_ptr() == second_local.untyped_storage().data_ptr()
-    )
-
-
-def _plan(mapper: ModelStateMapper, state: dict[str, torch.Tensor], num_peers: int, options: ExportOptions) -> _Plan:
-    groups, lacking = runnable_groups(mapper, state.keys())
-    wanted = {name for group in groups for name in group.inputs}
-    missing = {name for names in lacking.values() for name in names}
-    if missing:
-        num_wanted = len({name for group in mapper.state_dependency_groups() for name in group.inputs})
-        raise ValueError(
-            f"the model lacks {len(missing)} of {num_wanted} tensors that the mapper reads: "
-            f"{NearestNames(state.keys()).described(missing)}. It has the names of model.state_dict()."
-        )
-    sizes = [
-        sum(stored_bytes(state[name], options.dtype) for name in group.inputs if name in state) for group in groups
-    ]
-    num_writers = min(num_peers, -(-sum(sizes) // options.shard_bytes) or 1)
-    loads = [(0, writer) for writer in range(num_writers)]
-    writers: list[int] = []
-    for size in sizes:
-        load, writer = loads[0]
-        heapq.heapreplace(loads, (load + size, writer))
-        writers.append(writer)
-    return _Plan({name: state[name] for name in sorted(wanted) if name in state}, groups, writers)
-
-
-def _check_same_plan(plan: _Plan, ranks: _Ranks) -> None:
-    """Refuse, on all ranks, if ranks that hold the same modules would gather different tensors."""
-    lines = [_description(name, tensor) for name, tensor in plan.state.items()]
-    lines += [f"{', '.join(sorted(group.inputs))} -> {', '.join(sorted(group.outputs))}" for group in plan.groups]
-    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
-    with ranks.everyone.failing_together():
-        # Lines travel only where there is something to explain.
-        if len(set(ranks.peers.gather(digest))) > 1:
-            by_peer = ranks.peers.gather(set(lines))
-            different = set[str]().union(*by_peer) - by_peer[0].intersection(*by_peer)
-            raise ValueError(
-                f"ranks that hold the same modules would export different tensors, so they cannot gather them together. "
-                f"Not on all of them: {listed(different)}. Give all of them the same mapper and the same modules."
-            )
-
-
-def _description(name: str, tensor: torch.Tensor) -> str:
-    layout = "plain"
-    if isinstance(tensor, DTensor):
-        # On the meta device, which one rank may have forgotten to leave, there is nothing to gather.
-        layout = f"over {tensor.device_mesh.shape} as {tensor.placements} on {tensor.device.type}"
-    return f"{name} {tuple(tensor.shape)} {tensor.dtype} {layout}"

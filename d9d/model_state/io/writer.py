@@ -14,7 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from d9d.core.participants import Participants
 from d9d.model_state.io.export import Export, ExportOptions
+from d9d.model_state.io.planning import without_garbage_collection
 from d9d.model_state.io.progress import progress_bar
+from d9d.model_state.io.streamed_files import StreamedFiles
 from d9d.model_state.mapper.base import ModelStateMapper, StateGroup, ordered_groups, runnable_groups
 from d9d.model_state.mapper.names import NearestNames
 
@@ -151,22 +153,24 @@ def _write(
     *,
     is_writer: bool = True,
 ) -> None:
-    with participants.failing_together():
+    with participants.failing_together(), without_garbage_collection():
         waiting = _WaitingGroups(mapper)
-    export = Export(Path(dest_dir), participants, options, waiting.output_names if is_writer else ())
+    export = Export(Path(dest_dir), participants, options)
+    names = waiting.output_names if is_writer else ()
+    files = StreamedFiles(Path(dest_dir), participants.rank, export.token, options, names)
+    export.begin(files)
     is_first = participants.rank == 0
     bar = progress_bar(waiting.num_groups, "group", "writing", show_progress, position, is_first=is_first)
     try:
-        with torch.no_grad(), bar:
+        with export.noting_errors(), torch.no_grad(), bar:
             for group, inputs in waiting.complete(state_generator):
                 # Also on ranks that do not write, or can no longer: it may gather.
                 outputs = mapper.apply(inputs)
-                if is_writer:
-                    export.write(outputs, group.outputs)
+                if is_writer and not export.has_failed:
+                    with export.noting_errors():
+                        files.write(outputs, group.outputs)
                 del inputs, outputs
                 bar.update()
-    except Exception as error:  # noqa: BLE001  # raised by `finish`, on all ranks
-        export.fail(error)
     except BaseException:
         export.abort()
         raise

@@ -98,7 +98,7 @@ class Piece:
 
     def copy_to(self, target: torch.Tensor, read: Callable[[str, Box], torch.Tensor]) -> None:
         """Read the piece and copy it to its place in a tensor."""
-        part = target[self.box.slices]
+        part = target if self.box.shape == target.shape else target[self.box.slices]
         if self.source is None:
             part.zero_()
             return
@@ -108,13 +108,41 @@ class Piece:
                 f"read {tuple(values.shape)} of '{self.source}' where {self.source_box.shape} was asked for, from "
                 f"{self.source_box.start} on."
             )
-        kept = [dim for dim in self.dims if dim is not None]
-        gone = [dim for dim in range(values.ndim) if dim not in kept]
-        entries = [None if dim is None else slice(None) for dim in self.dims]
-        values = values.permute(kept + gone)[(*entries, *(0 for _ in gone))]
+        values = self.arranged(values)
         for dtype in self.dtypes:
             values = values.to(dtype)
         part.copy_(values)
+
+    def arranged(self, values: torch.Tensor) -> torch.Tensor:
+        """Return values of the source box as a view in the shape of the box; `dtypes` are left to the caller."""
+        if self.dims == tuple(range(values.ndim)):
+            return values
+        kept = [dim for dim in self.dims if dim is not None]
+        gone = [dim for dim in range(values.ndim) if dim not in kept]
+        entries = [None if dim is None else slice(None) for dim in self.dims]
+        return values.permute(kept + gone)[(*entries, *(0 for _ in gone))]
+
+    def within_source(self, box: Box) -> "Piece | None":
+        """Return what of the piece comes from a box of its source, at its place in the tensor; None if nothing does.
+
+        Zeros come from no source.
+        """
+        if self.source is None:
+            return None
+        start, shape = list(self.box.start), list(self.box.shape)
+        source_start, source_shape = list(self.source_box.start), list(self.source_box.shape)
+        for source_dim, (own_start, size) in enumerate(zip(source_start, source_shape, strict=True)):
+            first = max(own_start, box.start[source_dim])
+            last = min(own_start + size, box.start[source_dim] + box.shape[source_dim])
+            if first >= last:
+                return None
+            source_start[source_dim], source_shape[source_dim] = first, last - first
+            if source_dim in self.dims:
+                dim = self.dims.index(source_dim)
+                start[dim] += first - own_start
+                shape[dim] = last - first
+        placed, source_box = Box(tuple(start), tuple(shape)), Box(tuple(source_start), tuple(source_shape))
+        return Piece(placed, self.source, source_box, self.dims, self.dtypes)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -312,7 +340,6 @@ class TensorPieces:
                 found = [piece for piece in cut if piece is not None]
         return tuple(found)
 
-    @torch.no_grad()
     def fill(self, target: torch.Tensor, box: Box, read: Callable[[str, Box], torch.Tensor]) -> None:
         """Copy a box of the tensor into memory, converting to its dtype and device. No communication.
 
@@ -326,6 +353,8 @@ class TensorPieces:
         """
         if tuple(target.shape) != box.shape:
             raise ValueError(f"cannot fill {tuple(target.shape)} with {box} of {_described(self)}.")
+        # Outside autograd, which `torch.no_grad` would take longer for than the copy of a small tensor.
+        target = target.detach()
         for piece in self.within(box):
             piece.copy_to(target, read)
 

@@ -248,12 +248,21 @@ class Decoder(nn.Module, ModuleLateInit):
         Raises:
             NotImplementedError: If hidden states are kept, whose means over tokens would be those of parts.
         """
-        if num_parts > 1 and self._snapshot_mode != HiddenStatesAggregationMode.no:
+        if num_parts > 1:
+            self.check_parts_of_sequences()
+        self._token_parts = num_parts
+
+    def check_parts_of_sequences(self) -> None:
+        """Refuse that ranks have parts of sequences where hidden states are kept, whose means would be those of parts.
+
+        Raises:
+            NotImplementedError: If so.
+        """
+        if self._snapshot_mode != HiddenStatesAggregationMode.no:
             raise NotImplementedError(
                 f"hidden_states_snapshot_mode={self._snapshot_mode.value!r} needs all tokens of a sequence on each rank. "
-                "Use tensor parallelism without sequence parallelism, or mode 'no'."
+                "Do without sequence and context parallelism, or use mode 'no'."
             )
-        self._token_parts = num_parts
 
     def forward(
         self, inputs: SequenceInput | SequenceTransfer[torch.Tensor], shared: SequenceShared

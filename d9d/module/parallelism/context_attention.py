@@ -81,6 +81,7 @@ class _Places(NamedTuple):
     columns: slice
 
 
+@torch.compiler.disable()  # traces end here: the compiler knows neither transfers nor the order they have to keep
 def context_attention(
     call: ContextAttention,
     queries: torch.Tensor,

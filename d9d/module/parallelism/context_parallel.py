@@ -43,8 +43,8 @@ def parallelize_context(
     A mask of a call has a row per query of this rank, or one for all, and a column per key of the *whole* sequence.
 
     Args:
-        module: An attention block, a layer or a whole model, with blocks of `d9d.module.block.attention`; on the meta
-            device or with values.
+        module: An attention block, a layer or a whole model, with blocks of `d9d.module.block.attention`, or a head that
+            may pool tokens, which it refuses to do from then on; on the meta device or with values.
         mesh: Mesh with one dimension, ``mesh_for(BATCH_DOMAIN)["cp"]``. Over one rank nothing is changed.
         method: How keys and values travel.
         order: Which tokens a rank has.
@@ -67,16 +67,16 @@ def parallelize_context(
                 )
             if isinstance(child, EagerSdpaBackend | TorchSdpaBackend):
                 backends.append((owner, name, child))
-    if not backends:
+    pooling = [child for child in module.modules() if isinstance(child, ClassificationHead | EmbeddingHead)]
+    if not backends and not pooling:
         raise ValueError(
             f"{type(module).__name__} holds no attention of d9d.module.block.attention, so its tokens would see those of "
             "this rank only. Pass a module that holds attention blocks; a stage without layers needs no call."
         )
     for owner, name, backend in backends:
         owner.register_module(name, ContextParallelSdpa(backend, sharding, method))
-    for child in module.modules():
-        if isinstance(child, ClassificationHead | EmbeddingHead):
-            child.register_forward_pre_hook(_refuse_pooling, with_kwargs=True)
+    for head in pooling:
+        head.register_forward_pre_hook(_refuse_pooling, with_kwargs=True)
 
 
 class ContextParallelSdpa(nn.Module):
@@ -97,6 +97,7 @@ class ContextParallelSdpa(nn.Module):
         self._sharding = sharding
         self._method = method
         self._allows_fused = isinstance(backend, TorchSdpaBackend) and backend.may_use_flash
+        self.context_parallel_degree = sharding.num_ranks
         self.window_size = backend.window_size
         self.sinks: AttentionSinks | None = backend.sinks
 

@@ -1,5 +1,7 @@
 """Sums in buckets: how many collectives, in which order, and which gradients come out, by hand count."""
 
+import gc
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -10,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from d9d.core.dist_context import DENSE_DOMAIN, DeviceMeshParameters
+from d9d.core.placement import compute_leaf
 from d9d.internals.grad_sync import GradientSynchronizer
 from d9d.module.parallelism.api import parallelize_hsdp, parallelize_replicate
 
@@ -290,6 +293,18 @@ def test_frozen_parameters_and_unbind():
     synchronizer.bind()
     assert grads(module) == [None, 0.0]
     synchronizer.unbind()
+
+
+@pytest.mark.world_size(2)
+def test_a_model_is_freed_though_nobody_has_unbound_it():
+    model = replicated(nn.Linear(2, 2).double())
+    synchronizer = bound(model)
+    synchronizer.set_required_accumulations(2)
+    model(torch.ones(1, 2).double()).sum().backward()
+    freed = [weakref.ref(compute_leaf(parameter)) for parameter in model.parameters()]
+    del model, synchronizer
+    gc.collect()
+    assert [reference() for reference in freed] == [None, None]
 
 
 def test_a_bucket_needs_a_size():

@@ -1,7 +1,8 @@
 """Distribute a decoder, with or without its heads, over the meshes of a job.
 
 [Note: order of the parallelisms]
-Experts go to the expert domain first. Then tensor parallelism splits blocks. What is left of a layer then becomes one unit
+Experts go to the expert domain first. Then tensor parallelism splits blocks, and attention learns of the ranks with other
+parts of a sequence. What is left of a layer then becomes one unit
 of FSDP, and last what is outside of the layers, so that it is gathered once and stays for the whole pass: embeddings and
 the norm behind the layers. A head is a unit of its own, but one that is tied to the embeddings belongs to theirs: FSDP
 gathers a parameter in one unit only.
@@ -9,7 +10,7 @@ gathers a parameter in one unit only.
 
 from typing import Any, TypeAlias
 
-from d9d.core.dist_context import EXPERT_DOMAIN, DistributedContext
+from d9d.core.dist_context import BATCH_DOMAIN, EXPERT_DOMAIN, DistributedContext
 from d9d.module.block.attention import GroupedQueryAttention
 from d9d.module.block.ffn import SwiGLU
 from d9d.module.block.head import ClassificationHead, EmbeddingHead, SplitLanguageModellingHead, TaskHead
@@ -17,13 +18,16 @@ from d9d.module.block.moe import MoELayer
 from d9d.module.block.normalization import RMSNorm
 from d9d.module.model.decoder import Decoder, DecoderLayer
 from d9d.module.model.heads import DecoderWithHead, DecoderWithHeads
+from d9d.module.parallelism.context_parallel import parallelize_context
 from d9d.module.parallelism.expert import parallelize_expert_parallel
+from d9d.module.parallelism.key_value_exchange import ContextParallelMethod
 from d9d.module.parallelism.model.dense import distribute_dense, tensor_mesh
 from d9d.module.parallelism.model.head import (
     parallelize_causal_lm_head,
     parallelize_classification_head,
     parallelize_embedding_head,
 )
+from d9d.module.parallelism.sequence_sharding import SequenceOrder
 from d9d.module.parallelism.tensor_blocks import (
     parallelize_tensor_attention,
     parallelize_tensor_embedding,
@@ -49,12 +53,15 @@ def parallelize_decoder(
     *,
     sequence_parallel: bool = False,
     replicate_kv_heads: bool = False,
+    context_method: ContextParallelMethod | str = ContextParallelMethod.ring,
+    context_order: SequenceOrder | str = SequenceOrder.zigzag,
     **fsdp_kwargs: Any,  # torch's own arguments, passed through
 ) -> None:
     """Distribute one stage of a model of the catalogue over all meshes of a job, in place.
 
     Layers are split over ``tp``, experts over ``ep_shard``, and what is left is sharded over ``dp_cp_shard`` and replicated
-    over ``dp_replicate`` and ``cp_replicate``. Dimensions of size 1 change nothing. No communication.
+    over ``dp_replicate`` and ``cp_replicate``. Under context parallelism the model gets parts of sequences, from a
+    `SequenceSharding`. Dimensions of size 1 change nothing. No communication.
 
     Args:
         dist_context: Topology of the job. On one rank nothing changes.
@@ -62,6 +69,8 @@ def parallelize_decoder(
         stage: Which part of the model it is.
         sequence_parallel: Whether ranks of ``tp`` have parts of the tokens between blocks.
         replicate_kv_heads: Whether ``tp`` may have more ranks than there are key and value heads.
+        context_method: How keys travel between ranks with parts of a sequence.
+        context_order: Which tokens such a rank has.
         **fsdp_kwargs: Keyword arguments of ``fully_shard``, such as ``mp_policy``, for all units.
 
     Raises:
@@ -83,6 +92,7 @@ def parallelize_decoder(
         _distribute_experts(backbone, dist_context)
     if is_split:
         _split_blocks(backbone, dist_context, sequence_parallel, replicate_kv_heads)
+    _split_sequences(backbone, heads, dist_context, context_method, context_order)
     for layer in backbone.decoder_layers:
         distribute_dense(layer, dist_context, **fsdp_kwargs)
     tied = [head for head in heads if isinstance(head, SplitLanguageModellingHead) and head.is_tied]
@@ -143,6 +153,23 @@ def _split_blocks(
             parallelize_tensor_norm(norm, mesh)
         if backbone.norm is not None:
             parallelize_tensor_norm(backbone.norm, mesh)
+
+
+def _split_sequences(
+    backbone: Decoder,
+    heads: list[_AnyHead],
+    dist_context: DistributedContext,
+    method: ContextParallelMethod | str,
+    order: SequenceOrder | str,
+) -> None:
+    if dist_context.mesh_params.context_parallel == 1:
+        return
+    mesh = dist_context.mesh_for(BATCH_DOMAIN)["cp"]
+    backbone.check_parts_of_sequences()
+    pooling = [head for head in heads if isinstance(head, ClassificationHead | EmbeddingHead)]
+    # Not the model as a whole: a stage may have no layers.
+    for module in (*backbone.decoder_layers, *pooling):
+        parallelize_context(module, mesh, method=method, order=order)
 
 
 def _norms(layers: list[DecoderLayer]) -> list[RMSNorm]:

@@ -500,6 +500,47 @@ def test_random_numbers_follow_from_the_position(dataset):
     assert len(set(noise)) == 64
 
 
+class RareNoise(Numbers):
+    """Draws from one generator, for one sample in ten."""
+
+    def __init__(self, num_samples: int, draw) -> None:
+        super().__init__(num_samples)
+        self.draw = draw
+
+    def __getitem__(self, index: int):
+        self.num_loaded += 1
+        return (index, self.draw() if index % 10 == 7 else 0.0)
+
+
+@pytest.mark.parametrize(
+    "draw", [random.random, np.random.randn, lambda: torch.rand(()).item()], ids=["py", "np", "torch"]
+)
+def test_samples_that_seldom_draw_are_seeded_as_well(draw):
+    built = plan(40, shuffle=False)
+    # Loader processes seed from the start.
+    expected = over_ranks(built, 1, dataset=RareNoise(40, draw), workers=1)
+    seed_all(0)
+    np.random.randn()  # keeps another number back
+    before = (torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1:3])
+    dataset = RareNoise(40, draw)
+    assert over_ranks(built, 1, dataset=dataset) == expected
+    after = (torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1:3])
+    assert str(after) == str(before)
+    # The first pack draws, and is loaded twice.
+    assert dataset.num_loaded == 40 + 8
+    # A resumed stream finds out at another place.
+    for position in (2, 3):
+        resumed = stream(built, RareNoise(40, draw))
+        resumed.load_state_dict({**resumed.state_dict(), "num_steps": position, "consumed": 8 * position})
+        assert list(map(list, resumed)) == expected[position:]
+
+
+def test_samples_that_draw_nothing_are_loaded_once():
+    dataset = Numbers(24)
+    list(stream(plan(), dataset))
+    assert dataset.num_loaded == 24
+
+
 def test_a_collate_function_may_draw_too():
     def masked(samples: list) -> tuple:
         return (samples, torch.rand(len(samples)).tolist())

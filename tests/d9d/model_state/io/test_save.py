@@ -1,5 +1,6 @@
 """Modules exported from one and several ranks, read back by the safetensors library."""
 
+import hashlib
 import json
 import resource
 import time
@@ -16,6 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from d9d.model_state.io.save import (
@@ -29,11 +31,18 @@ from d9d.model_state.mapper.adapters import identity_mapper_from_module
 from d9d.model_state.mapper.base import ModelStateMapper, StateGroup
 from d9d.model_state.mapper.compose import ModelStateMapperParallel, ModelStateMapperSequential
 from d9d.model_state.mapper.leaf import (
+    ModelStateMapperCast,
+    ModelStateMapperChunkTensors,
     ModelStateMapperConcatenateTensors,
     ModelStateMapperDrop,
     ModelStateMapperGatherFullTensor,
     ModelStateMapperIdentity,
+    ModelStateMapperPadRows,
     ModelStateMapperRename,
+    ModelStateMapperStackedToInterleaved,
+    ModelStateMapperTie,
+    ModelStateMapperTranspose,
+    ModelStateMapperUnstackTensors,
 )
 
 INDEX = "model.safetensors.index.json"
@@ -186,21 +195,148 @@ def test_many_groups_of_several_shards(tmp_path: Path):
 
 
 @pytest.mark.world_size(2)
-def test_as_many_ranks_write_as_files_are_needed(tmp_path: Path):
+def test_files_are_filled_one_after_the_other(tmp_path: Path):
     mesh = init_device_mesh("cpu", (2,))
     whole = {name: numbers((8,)) for name in "abcde"}  # 5 x 32 bytes
     module = Holder({name: distribute_tensor(tensor, mesh, [Shard(0)]) for name, tensor in whole.items()})
-    names_by_limit = {
-        160: [["a", "b", "c", "d", "e"]],
-        # Both write, in turn: three tensors and two.
-        100: [["a", "c", "e"], ["b", "d"]],
-        64: [["a", "c"], ["e"], ["b", "d"]],
-    }
+    names_by_limit = {160: ["abcde"], 100: ["abc", "de"], 64: ["ab", "cd", "e"]}
     for limit_bytes, expected in names_by_limit.items():
         save_model_state(tmp_path, identity(*whole), module, limit_bytes / 1e9, show_progress=False)
-        assert [sorted(load_file(path)) for path in sorted(tmp_path.glob("*.safetensors"))] == expected
+        found = ["".join(sorted(load_file(path))) for path in sorted(tmp_path.glob("*.safetensors"))]
+        assert found == expected
         assert_same(read_back(tmp_path), whole)
         dist.barrier()
+
+
+def digests(directory: Path) -> dict[str, str]:
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in directory.iterdir()}
+
+
+class Untraced(ModelStateMapper):
+    """Does what another mapper does, and does not tell how."""
+
+    def __init__(self, mapper: ModelStateMapper):
+        self._mapper = mapper
+
+    def state_dependency_groups(self) -> frozenset[StateGroup]:
+        return self._mapper.state_dependency_groups()
+
+    def apply(self, group: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return self._mapper.apply(group)
+
+
+def fused_mapper() -> ModelStateMapper:
+    return ModelStateMapperParallel(
+        [
+            # 4 heads, 2 key-value heads, 3 rows each
+            ModelStateMapperSequential(
+                [
+                    ModelStateMapperStackedToInterleaved("qkv", "qkv", dim=0, group_sizes=[6, 3, 3], num_groups=2),
+                    ModelStateMapperRename("qkv", "attention.qkv"),
+                ]
+            ),
+            ModelStateMapperTranspose("out", (0, 1)),
+            ModelStateMapperChunkTensors("gate_up", ["gate", "up"], 0),
+            ModelStateMapperUnstackTensors("experts", [f"expert{n}" for n in range(3)], 0),
+            ModelStateMapperConcatenateTensors(["left", "right"], "both", 1),
+            ModelStateMapperPadRows("embed", 9),
+            ModelStateMapperTie(["bias"], ["bias", "copy"]),
+            ModelStateMapperCast("norm", torch.bfloat16),
+        ]
+    )
+
+
+@pytest.mark.world_size(4)
+@pytest.mark.parametrize("is_traced", [True, False])
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_files_do_not_depend_on_the_number_of_ranks(tmp_path: Path, num_ranks: int, is_traced: bool):
+    shapes = {"qkv": (24, 5), "out": (7, 4), "gate_up": (10, 3), "experts": (3, 4, 2), "left": (3, 2), "right": (3, 5)}
+    whole = {name: numbers(shape) for name, shape in shapes.items()}
+    whole |= {"embed": numbers((7, 2), torch.float16), "bias": numbers((5,), torch.float64), "norm": numbers((3,)) / 3}
+    alone, group = dist.new_group([0]), first_ranks(num_ranks)
+    mapper = fused_mapper() if is_traced else Untraced(fused_mapper())
+    if dist.get_rank() == 0:
+        assert isinstance(alone, dist.ProcessGroup)
+        save_model_state(
+            tmp_path / "one",
+            fused_mapper(),
+            Holder(whole),
+            3e-7,
+            show_progress=False,
+            process_group=alone,
+            manifest=True,
+        )
+        expected = fused_mapper().apply
+        made = {
+            name: tensor
+            for state_group in fused_mapper().state_dependency_groups()
+            for name, tensor in expected({name: whole[name] for name in state_group.inputs}).items()
+        }
+        assert_same(read_back(tmp_path / "one"), made)
+    if group is None:
+        return
+    mesh = DeviceMesh.from_group(group, "cpu")
+    for dim in (0, 1):
+        tensors = {
+            name: distribute_tensor(tensor, mesh, [Shard(dim) if tensor.ndim > dim else Replicate()])
+            for name, tensor in whole.items()
+        }
+        dest = tmp_path / f"dim{dim}"
+        save_model_state(dest, mapper, Holder(tensors), 3e-7, show_progress=False, process_group=group, manifest=True)
+        if dist.get_rank() == 0:
+            assert digests(dest) == digests(tmp_path / "one")
+            # Of up to 300 bytes: 40 + 40 + 36 + 3 * 32 + 60, 60 + 84 + 6 + 112, and one of 480.
+            assert len(list(dest.glob("*.safetensors"))) == 3
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("is_there", [True, False])
+def test_ranks_that_do_not_share_a_file_system(tmp_path: Path, is_there: bool):
+    rank = dist.get_rank()
+    mesh = init_device_mesh("cpu", (2,))
+    whole = {name: numbers((5, 3)) for name in "abc"} | {"d": numbers((2,))}
+    tensors = {name: distribute_tensor(whole[name], mesh, [Shard(0)]) for name in "abc"}
+    module = Holder({**tensors, "d": whole["d"]})
+    own = tmp_path / f"of_rank{rank}"
+    if is_there:
+        own.mkdir()
+    save_model_state(own, identity(*whole), module, 100 / 1e9, show_progress=False, manifest=True)
+    dist.barrier()
+    assert_same(read_back(tmp_path / "of_rank0"), whole)
+    assert (tmp_path / "of_rank1").exists() == is_there
+    assert not is_there or list((tmp_path / "of_rank1").iterdir()) == []
+
+
+@pytest.mark.world_size(2)
+def test_mappers_that_look_at_values(tmp_path: Path):
+    mesh = init_device_mesh("cpu", (2,))
+    names = ["a", "b"]
+    module = Holder({name: distribute_tensor(numbers((6,)), mesh, [Shard(0)]) for name in names})
+
+    def first_half(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor[: int(tensor.max().item()) // 2]
+
+    save_model_state(tmp_path, OwnApply(names, first_half), module, show_progress=False)
+    assert_same(read_back(tmp_path), {name: numbers((3,)) for name in names})
+
+
+def test_a_mapper_that_makes_something_else_of_data(tmp_path: Path):
+    other = OwnApply(["a"], lambda _, tensor: tensor if tensor.is_meta else tensor[1:])
+    with pytest.raises(ValueError, match=r"a was made with the shape \(3,\) .*, but \(4,\) .* were foreseen"):
+        save_model_state(tmp_path, other, Holder({"a": numbers((4,))}), show_progress=False)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.world_size(2)
+def test_sharded_tensors_are_written_where_they_are(tmp_path: Path):
+    """No rank needs more memory than for a chunk, and nothing is sent."""
+    mesh = init_device_mesh("cpu", (2,))
+    whole = {name: numbers((64, 32)) for name in "ab"}
+    module = Holder({name: distribute_tensor(tensor, mesh, [Shard(0)]) for name, tensor in whole.items()})
+    with CommDebugMode() as counted:
+        save_model_state(tmp_path, identity("a", "b"), module, show_progress=False)
+    assert counted.get_comm_counts().get(torch.ops.c10d_functional.all_gather_into_tensor, 0) == 0
+    assert_same(read_back(tmp_path), whole)
 
 
 @pytest.mark.world_size(4)
@@ -313,12 +449,14 @@ def test_errors_reach_all_ranks(tmp_path: Path):
     applied: list[str] = []
 
     def fail_late(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.is_meta:
+            return tensor
         applied.append(name)
         if name == "t101":
             raise KeyError("no such layer")
         return tensor
 
-    with pytest.raises(RuntimeError, match="of 2: KeyError: 'no such layer'"):
+    with pytest.raises(RuntimeError, match=r"of 2: RuntimeError: 't101' cannot be mapped .*KeyError: 'no such layer'"):
         save_model_state(tmp_path, OwnApply(names, fail_late), module, 24 / 1e9, show_progress=False)
     # The rank that failed stops, and the ranks agree to after 128 of the groups.
     assert max(applied) < "t130"
@@ -326,8 +464,14 @@ def test_errors_reach_all_ranks(tmp_path: Path):
     def fail_to_convert(name: str, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(torch.complex128) if name == "t001" else tensor
 
-    with pytest.raises(ValueError, match=r"on rank 1 of 2: t001 has the dtype torch\.complex128"):
+    with pytest.raises(ValueError, match=r"on ranks 0, 1 of 2: t001 has the dtype torch\.complex128"):
         save_model_state(tmp_path, OwnApply(names, fail_to_convert), module, 24 / 1e9, show_progress=False)
+
+    def fail_at_once(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        raise KeyError(name)
+
+    with pytest.raises(ValueError, match=r"on ranks 0, 1 of 2: 't000' cannot be mapped .*KeyError: 't000'"):
+        save_model_state(tmp_path, OwnApply(names, fail_at_once), module, 24 / 1e9, show_progress=False)
 
     with pytest.raises(ValueError, match="on rank 1 of 2: the model lacks 1 of 1 tensors that the mapper reads: 'x'"):
         save_model_state(tmp_path, identity("x" if rank == 1 else "t000"), module, show_progress=False)
@@ -346,10 +490,10 @@ def test_a_rank_without_memory_raises_and_the_others_do_not_wait_for_ever(tmp_pa
     module = Holder({"t": DTensor.from_local(local, mesh, [Shard(0)], run_check=False)})
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (used + 2**24 if rank == 1 else soft, hard))
+    resource.setrlimit(resource.RLIMIT_AS, (used + 2**24 if rank == 0 else soft, hard))
     try:
-        with pytest.raises(RuntimeError, match="allocate memory" if rank == 1 else "(?i)timed out|closed|reset"):
-            save_model_state(tmp_path, identity("t"), module, show_progress=False, process_group=group)
+        with pytest.raises(RuntimeError, match="allocate memory" if rank == 0 else "(?i)timed out|closed|reset"):
+            save_model_state(tmp_path, Untraced(identity("t")), module, show_progress=False, process_group=group)
     finally:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
     dist.barrier()
@@ -387,7 +531,9 @@ def test_a_full_disk_on_one_rank(tmp_path: Path, in_background: bool):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (8192 if rank == 1 else soft, hard))
     try:
-        with pytest.raises(OSError, match=r"on rank 1 of 2: .*File too large: .*\.tmp-rank1-shard-0-\w+\.safetensors'"):
+        with pytest.raises(
+            OSError, match=r"on rank 1 of 2: .*File too large: .*\.tmp-rank0-shard-\d-\w+\.safetensors'"
+        ):
             save(tmp_path, identity(*names), module, 36000 / 1e9, show_progress=False)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -500,9 +646,12 @@ def test_shards_that_are_exchanged_before_they_get_their_names(tmp_path: Path):
     module = Holder({"a": numbers((3,)), "b": numbers((5,))})
     for exchange, message in [(lambda path: path.unlink(), "is not there"), (truncate, r"has 3 bytes, of \d+")]:
         export = save_model_state_in_background(tmp_path, identity("a", "b"), module, 1e-9, show_progress=False)
-        while len(shards := sorted(tmp_path.glob(".tmp-rank0-shard-0-*"))) == 0:
+        [shard] = tmp_path.glob(".tmp-rank0-shard-0-*")
+        while not shard.read_bytes().endswith(numbers((3,)).float().numpy().tobytes()):
             time.sleep(0.01)
-        exchange(shards[0])
+        # It has no header yet, so that nobody takes it for complete.
+        assert shard.read_bytes()[:8] == bytes(8)
+        exchange(shard)
         with pytest.raises(FileNotFoundError, match=rf"1 of 2 shards .*shard-0-\w+\.safetensors {message}"):
             export.wait()
         assert list(tmp_path.iterdir()) == []
@@ -520,12 +669,20 @@ def test_what_is_dropped_need_not_be_there(tmp_path: Path):
         assert_same(read_back(tmp_path), {"a": numbers((3,))})
 
 
-def test_errors_in_the_background(tmp_path: Path):
-    module = Holder({"a": numbers((2,)), "b": torch.ones(2, dtype=torch.complex128)})
-    export = save_model_state_in_background(tmp_path, identity("a", "b"), module, show_progress=False)
-    with pytest.raises(ValueError, match="b has the dtype"):
-        export.wait()
+def test_what_cannot_be_stored_is_refused_at_once(tmp_path: Path):
+    for name, tensor, message in [
+        ("b", torch.ones(2, dtype=torch.complex128), "b has the dtype"),
+        ("__metadata__", numbers((2,)), "a tensor cannot be called __metadata__"),
+        ("c", torch.ones(2).to_sparse(), "c has the layout"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            save_model_state(
+                tmp_path, identity("a", name), Holder({"a": numbers((2,)), name: tensor}), show_progress=False
+            )
     assert list(tmp_path.iterdir()) == []
+
+
+def test_errors_in_the_background(tmp_path: Path):
     with pytest.raises(ValueError, match="a has values beyond the range"):
         save_model_state_in_background(
             tmp_path, identity("a"), Holder({"a": torch.tensor([1e6])}), show_progress=False, dtype=torch.float16

@@ -251,3 +251,30 @@ def test_wrong_targets_and_wrong_reads_are_refused():
     float8 = [TensorPieces.whole(n, (1,), d) for n, d in [("a", torch.float8_e4m3fn), ("b", torch.float8_e5m2)]]
     with pytest.raises(ValueError, match=r"'b' of torch.float8_e5m2"):
         TensorPieces.cat(float8, 0)
+
+
+@hypothesis.given(chain=random_chains(), data=st.data())
+@hypothesis.settings(max_examples=200, deadline=None)
+def test_what_comes_from_boxes_of_the_sources(chain: tuple[Sources, Pair], data: st.DataObject):
+    """Parts of all pieces, from the two sides of a cut through each source, put together."""
+    sources, pair = chain
+    target = torch.full(pair.pieces.shape, -1, dtype=pair.pieces.dtype)
+    for piece in pair.pieces.pieces:
+        if piece.source is None:
+            assert piece.within_source(Box((), ())) is None
+            target[piece.box.slices] = 0
+            continue
+        source = sources.tensors[piece.source]
+        dim = data.draw(st.integers(0, max(source.ndim - 1, 0)))
+        cut = data.draw(st.integers(0, source.shape[dim] if source.ndim else 0))
+        for start, size in [(0, cut), (cut, source.shape[dim] - cut)] if source.ndim else [(0, 1)]:
+            shape = [*source.shape]
+            shape[dim : dim + 1] = [size] if source.ndim else []
+            box = Box(tuple(start if each == dim else 0 for each in range(source.ndim)), tuple(shape))
+            own = piece.within_source(box)
+            if own is not None:
+                values = own.arranged(source[own.source_box.slices])
+                for dtype in own.dtypes:
+                    values = values.to(dtype)
+                target[own.box.slices] = values
+    assert torch.equal(target, pair.real)

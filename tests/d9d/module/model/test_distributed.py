@@ -25,6 +25,7 @@ from d9d.module.model import (
     build_decoder_head,
 )
 from d9d.module.model.io import SequenceHeadShared, SequenceHeadsShared, SequenceInput, SequenceShared
+from d9d.module.parallelism.api import SequenceSharding
 from d9d.module.parallelism.model import (
     parallelize_causal_lm_head,
     parallelize_decoder,
@@ -162,6 +163,43 @@ def test_experts_over_ranks(name: str, degrees: dict[str, int]):
     split = assert_mesh_equals_one_process(name, False, params, sequence_parallel=True)
     weight = dict(split.named_parameters())["backbone.layers.1.mlp.grouped_experts.up_proj.weight"]
     assert len(local_tensor(weight)) * params.expert_parallel == len(weight)
+
+
+@pytest.mark.world_size(2, timeout_s=LIMIT_S)
+@ALL
+@pytest.mark.parametrize("method", ["ring", pytest.param("all_gather", marks=pytest.mark.exhaustive)])
+def test_parts_of_sequences(name: str, method: str):
+    """Experts are shared by the same ranks."""
+    experts = {"expert_parallel": 2} if name in MOE else {}
+    context = DeviceMeshParameters(context_parallel_shard=2, **experts).build()
+    split, single = causal_lm(name, False), causal_lm(name, False)
+    parallelize_decoder(context, split, WHOLE, context_method=method)
+    synchronizer = synchronized(split)
+    cut, ids = SequenceSharding.of(context), tokens(2, 8)
+    own = SequenceHeadShared(
+        sequence=SequenceShared(position_ids=cut.shard(sequence_of(ids).position_ids)),
+        head=SequenceCausalLMHeadShared(labels=cut.shard(lm_head_of(ids).labels)),
+    )
+    losses = split(SequenceInput(input_ids=cut.shard(ids)), own).cross_entropy
+    expected = losses_of(single, ids)
+    torch.testing.assert_close(losses, cut.shard(expected), **FP64)
+    losses.sum().backward()
+    expected.sum().backward()
+    synchronizer.wait()
+    assert_close_tree(named_full_gradients(split), named_full_gradients(single), **FP64)
+
+
+@pytest.mark.world_size(2)
+def test_what_needs_whole_sequences():
+    context = DeviceMeshParameters(context_parallel_replicate=2).build()
+    kept = CATALOGUE["qwen3 dense"].build(False, mode="mean")
+    with pytest.raises(NotImplementedError, match=r"'mean' needs all tokens .* without sequence and context par"):
+        parallelize_decoder(context, kept, WHOLE)
+    split = several_heads()
+    parallelize_decoder(context, split, WHOLE)
+    pooled = SequencePoolingHeadShared(pooling_mask=torch.ones(2, 4))
+    with pytest.raises(NotImplementedError, match="ClassificationHead would pool the tokens of this rank only"):
+        split.heads["classes"](torch.zeros(2, 4, HIDDEN), pooled)
 
 
 @ALL

@@ -284,6 +284,23 @@ def test_messages_of_a_layer():
 
 
 @pytest.mark.world_size(2)
+def test_compiled_blocks():
+    """Traces end at the attention itself."""
+    split, single = attention("all"), attention("all")
+    parallelize_context(split, cp_mesh(2))
+    sharding = SequenceSharding.over(cp_mesh(2))
+    split.compile(backend="aot_eager")
+    states = random(BATCH, TOKENS, HIDDEN)
+    output = split(sharding.shard(states), None, rope(sharding.position_ids(TOKENS)))
+    expected = single(states, None, rope(torch.arange(TOKENS).view(1, TOKENS)))
+    torch.testing.assert_close(output, sharding.shard(expected), **FP64)
+    output.sin().sum().backward()
+    expected.sin().sum().backward()
+    summed([parameter.grad for parameter in split.parameters()])
+    assert_close_tree(named_full_gradients(split), named_full_gradients(single), **FP64)
+
+
+@pytest.mark.world_size(2)
 def test_frozen_parts():
     """Gradients of what is trained do not depend on what is not; all ranks leave out the same."""
     split, single = attention("all"), attention("all")

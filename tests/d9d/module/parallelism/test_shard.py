@@ -98,19 +98,28 @@ def mixed(module: Odd, mesh: torch.distributed.DeviceMesh) -> None:
     parallelize_hsdp(module, mesh)
 
 
+DEGREES = {
+    "2x2": {"data_parallel_replicate": 2, "data_parallel_shard": 2},
+    "shard4": {"data_parallel_shard": 4},
+    "replicate4": {"data_parallel_replicate": 4},
+    "shard-cp-shard": {"data_parallel_shard": 2, "context_parallel_shard": 2},
+    "shard-cp-replicate": {"data_parallel_shard": 2, "context_parallel_replicate": 2},
+}
+# Every plan on the mesh with both kinds of ranks, every mesh with the plan of both kinds of parameters.
+CASES = [
+    pytest.param(
+        plan,
+        degrees,
+        id=f"{name}-{plan.__name__}",
+        marks=() if name == "2x2" or plan is mixed else pytest.mark.exhaustive,
+    )
+    for name, degrees in DEGREES.items()
+    for plan in (one_unit, nested_units, mixed)
+]
+
+
 @pytest.mark.world_size(4)
-@pytest.mark.parametrize("plan", [one_unit, nested_units, mixed])
-@pytest.mark.parametrize(
-    "degrees",
-    [
-        {"data_parallel_replicate": 2, "data_parallel_shard": 2},
-        {"data_parallel_shard": 4},
-        {"data_parallel_replicate": 4},
-        {"data_parallel_shard": 2, "context_parallel_shard": 2},
-        {"data_parallel_shard": 2, "context_parallel_replicate": 2},
-    ],
-    ids=["2x2", "shard4", "replicate4", "shard-cp-shard", "shard-cp-replicate"],
-)
+@pytest.mark.parametrize(("plan", "degrees"), CASES)
 def test_a_step_equals_one_process(plan: Callable[..., None], degrees: dict[str, int]):
     module = build()
     plan(module, dense_mesh(**degrees)["dp_replicate", "dp_cp_shard", "cp_replicate"])

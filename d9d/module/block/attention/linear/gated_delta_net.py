@@ -59,6 +59,9 @@ class GatedDeltaNet(nn.Module, ModuleLateInit):
         ValueError: If heads can not be shared evenly.
     """
 
+    context_parallel_degree: int = 1
+    """See `MixesTokens`: a rank has to have whole sequences."""
+
     def __init__(
         self,
         hidden_size: int,

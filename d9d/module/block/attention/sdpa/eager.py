@@ -15,6 +15,9 @@ class EagerSdpaBackend(nn.Module):
         params: Properties of the layer.
     """
 
+    context_parallel_degree: int = 1
+    """See `MixesTokens`: a rank has to have whole sequences."""
+
     def __init__(self, params: SdpaParameters) -> None:
         super().__init__()
         self.window_size = params.window_size

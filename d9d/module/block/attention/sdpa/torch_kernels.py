@@ -37,6 +37,9 @@ class TorchSdpaBackend(nn.Module):
         kernels: What torch may choose from; None for all.
     """
 
+    context_parallel_degree: int = 1
+    """See `MixesTokens`: a rank has to have whole sequences."""
+
     def __init__(self, params: SdpaParameters, kernels: Sequence[TorchSdpaBackendType] | None) -> None:
         super().__init__()
         self.window_size = params.window_size
