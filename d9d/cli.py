@@ -8,11 +8,11 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from d9d import cli_data
+from d9d import cli_checkpoint, cli_data
 from d9d.pipelining.actions import Program, format_program
 from d9d.pipelining.schedules import SCHEDULE_NAMES, build_program_builder, schedule_problems
 from d9d.pipelining.timeline import ActionCosts, Timeline, simulate
@@ -81,9 +81,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         ("convert", "write a model state in another layout, dtype or number of files", _CONVERT_HELP),
         ("inspect", "list what a model state holds, and what is wrong with it", _INSPECT_HELP),
         ("data", "show which samples the steps and ranks of a job read", cli_data.HELP),
+        ("checkpoint", "list, verify, show and compare training checkpoints", cli_checkpoint.HELP),
     )
     raw = argparse.RawDescriptionHelpFormatter
-    pipeline, convert, inspect, data = (
+    pipeline, convert, inspect, data, checkpoint = (
         commands.add_parser(name, help=summary, description=description, formatter_class=raw)
         for name, summary, description in summaries
     )
@@ -91,6 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _add_convert_arguments(convert)
     _add_inspect_arguments(inspect)
     cli_data.add_arguments(data)
+    cli_checkpoint.add_arguments(checkpoint)
     args = parser.parse_args(argv)
     match args.command:
         case "convert":
@@ -98,7 +100,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         case "inspect":
             return _run_inspect(inspect, args)
         case "data":
-            return _run_data(data, args)
+            return _run_described(data, args, cli_data.describe)
+        case "checkpoint":
+            return _run_described(checkpoint, args, cli_checkpoint.describe)
         case _:
             return _run_pipeline(pipeline, args)
 
@@ -350,9 +354,13 @@ def _run_inspect(parser: argparse.ArgumentParser, args: argparse.Namespace) -> i
     return int(is_wrong)
 
 
-def _run_data(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
+def _run_described(
+    parser: argparse.ArgumentParser,
+    args: argparse.Namespace,
+    describe: Callable[[argparse.Namespace], tuple[str, bool]],
+) -> int:
     try:
-        text, is_wrong = cli_data.describe(args)
+        text, is_wrong = describe(args)
     except (ValueError, OSError) as error:
         _fail(parser, str(error))
     _write(text)

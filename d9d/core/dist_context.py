@@ -389,6 +389,20 @@ class DistributedContext:
         self._pool.skip_group(ranks)
         return None
 
+    def separate_host_group(self, description: str) -> dist.ProcessGroup | None:
+        """Create a further group of all ranks for tensors and objects on the host. None on one rank.
+
+        All ranks must call it, in the same order relative to other new groups. Time limits of the job do not apply to it.
+
+        Args:
+            description: Shown by PyTorch's debugging tools.
+        """
+        if self._pool is None:
+            return None
+        group = dist.new_group(backend="gloo", group_desc=description)
+        assert isinstance(group, dist.ProcessGroup)  # only non-members get a placeholder
+        return group
+
     @property
     def groups(self) -> tuple[dist.ProcessGroup, ...]:
         """All process groups of this rank; empty on one rank."""

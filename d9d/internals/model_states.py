@@ -4,8 +4,8 @@ import contextlib
 from pathlib import Path
 
 from d9d.core.dist_context import DistributedContext
+from d9d.core.participants import Participants
 from d9d.model_state.io.files import find_files
-from d9d.model_state.io.participants import Participants
 from d9d.model_state.mapper.names import NearestNames
 
 __all__ = ["failing_together", "huggingface_cache_root", "source_problems"]

@@ -8,6 +8,7 @@ from typing import Annotated, Literal, Self, TypeAlias
 import torch
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
+from d9d.checkpoint import OnCorrupt
 from d9d.pipelining.factory import AnyPipelineScheduleConfig, PipelineScheduleGPipeConfig
 from d9d.pipelining.visualize import PICTURE_SUFFIXES
 from d9d.tracker import AnyTrackerConfig, RunConfig
@@ -187,6 +188,21 @@ class CheckpointingConfig(BaseModel):
     )
     num_to_keep: Annotated[int, AfterValidator(_check_num_to_keep)] | None = Field(
         default=None, description="Newest checkpoints to keep, at least 1. Default: all."
+    )
+    keep_every_steps: int | None = Field(
+        default=None,
+        ge=1,
+        description="Keep checkpoints whose step is a multiple of this, beside the newest ones. Default: none of them.",
+    )
+    async_save: bool = Field(
+        default=False,
+        description="Write in the background: a step waits only while its state is copied to the host, which takes as much "
+        "host memory as a rank's part of a checkpoint. Default: false, which needs no such memory.",
+    )
+    on_corrupt: OnCorrupt = Field(
+        default="raise",
+        description="What to do where the newest checkpoint is damaged: 'raise' refuses to start, 'fallback' takes the newest "
+        "intact one. Default: raise, since steps that were done get lost otherwise.",
     )
 
 

@@ -1,30 +1,22 @@
 """Write and find the training checkpoints of a run."""
 
 import contextlib
-import re
-import shutil
-import warnings
-from collections.abc import Callable, Generator
-from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Generator
+from typing import Protocol, runtime_checkable
 
-import torch
-import torch.distributed as dist
-from torch.distributed.checkpoint import filesystem, state_dict_loader, state_dict_saver
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.stateful import Stateful
 
+from d9d.checkpoint import CheckpointSaver, load_state, read_metadata
 from d9d.core.dist_context import DistributedContext
+from d9d.core.participants import Participants
 from d9d.loop.component.garbage_collector import ManualGarbageCollector
 from d9d.loop.component.job_schedule import JobSchedule
+from d9d.loop.component.run_checkpoints import STATE_KEY, RunCheckpoints
 from d9d.loop.config import CheckpointingConfig
 
-STATE_KEY = "state"
-"""Key of the state of the job in a checkpoint."""
-
-_COMPLETE = re.compile(r"save-([0-9]+)")
-_METADATA = ".metadata"
+_LIMIT_AFTER_FAILURE_S = 5.0
+"""Time that a checkpoint in the background has left when the job fails for another reason."""
 
 SavedTensors = dict[str, TensorStorageMetadata | None]
 """What a checkpoint holds, by flattened key; None for values that are not tensors."""
@@ -38,12 +30,15 @@ class PreparesToLoad(Protocol):
         """Make room for the saved tensors, so that ``state_dict()`` has an entry for each of them."""
         ...
 
+    def may_be_left(self, key: str) -> bool:
+        """Tell whether something that a checkpoint holds, and no rank asks for, is no mistake."""
+        ...
+
 
 class StateCheckpointer:
-    """Saves the state of a job as PyTorch Distributed Checkpoints, and resumes from the newest complete one.
+    """Saves the state of a job after selected steps, and resumes from the newest checkpoint.
 
-    A checkpoint is written to ``save-<step>.partial`` and renamed to ``save-<step>`` when all ranks have written their
-    shards, so that a name without suffix is a complete checkpoint. Rank 0 decides which one is the newest.
+    See [Note: complete or not there] for what a killed job leaves, and [Note: a save in the background].
     """
 
     def __init__(
@@ -53,135 +48,100 @@ class StateCheckpointer:
         config: CheckpointingConfig,
         gc: ManualGarbageCollector,
         run_name: str | None,
+        checkpoints: RunCheckpoints | None = None,
     ) -> None:
-        """Locate the checkpoints of a run, below a folder of its name if it has one."""
+        """Locate the checkpoints of a run, below a folder of its name if it has one. All ranks must call it.
+
+        Args:
+            dist_context: Topology of the job.
+            schedule: Number of the step.
+            config: When to save, and what to keep.
+            gc: Collects garbage before a save.
+            run_name: Name of the run.
+            checkpoints: The checkpoints, if something has looked for the newest of them before.
+        """
         self._dist_context = dist_context
         self._schedule = schedule
         self._config = config
         self._gc = gc
-        self.save_dir = checkpoint_dir(config, run_name)
+        self._checkpoints = checkpoints or RunCheckpoints(dist_context, config, run_name)
+        self.save_dir = self._checkpoints.save_dir
         """Folder of the checkpoints of the run."""
+        in_background: Participants | None = None
+        if config.async_save:
+            own = dist_context.separate_host_group("checkpoints")
+            in_background = Participants([] if own is None else [own])
+        self._saver = CheckpointSaver(self._checkpoints.folder, self._checkpoints.participants, in_background)
 
-    def checkpoint_if_needed(self, state: Stateful) -> None:
-        """Save after a step that the config selects. All ranks must call it after `JobSchedule.step`; blocks."""
-        if self._schedule.should_do_action(
-            self._config.period_steps, enable_on_last_step_if_periodic=True, is_post_step_action=True
-        ):
-            self._save(state)
-
-    def _save(self, state: Stateful) -> None:
-        final = self.save_dir / f"save-{self._schedule.current_step}"
-        partial = final.with_name(f"{final.name}.partial")
-        self._gc.collect_forced()
-        self._on_main_process(partial, lambda: _make_empty(partial))
-        with quiet_on_one_process():
-            state_dict_saver.save(
-                {STATE_KEY: state.state_dict()}, checkpoint_id=partial, no_dist=not self._dist_context.is_distributed
-            )
-        # It returns on a rank once rank 0 has written the metadata, which comes last.
-        self._on_main_process(final, lambda: self._commit(partial, final))
-
-    def _on_main_process(self, path: Path, action: Callable[[], None]) -> None:
-        """Run an action on rank 0 while the others wait, and fail on all ranks if it fails.
+    @contextlib.contextmanager
+    def open(self) -> Generator[None]:
+        """Wait at the end of the block for a checkpoint that is being written. All ranks must enter it.
 
         Raises:
-            RuntimeError: With the path and the reason.
+            RuntimeError: If it could not be written, unless the block raised.
         """
-        cause: OSError | None = None
-        if self._dist_context.is_main_process:
-            try:
-                action()
-            except OSError as error:
-                cause = error
-        reason = [None if cause is None else str(cause)]
-        if self._dist_context.is_distributed:
-            dist.broadcast_object_list(reason, src=0)
-        if reason[0] is not None:
-            raise RuntimeError(f"rank 0 could not write the checkpoint {path}: {reason[0]}") from cause
+        try:
+            yield
+        except BaseException:
+            self._saver.abandon(_LIMIT_AFTER_FAILURE_S)
+            raise
+        self._saver.close()
 
-    def _commit(self, partial: Path, final: Path) -> None:
-        """Give a complete checkpoint its name, and only then remove older ones."""
-        replaced = final.with_name(f"{final.name}.replaced")
-        if final.exists():
-            shutil.rmtree(replaced, ignore_errors=True)
-            final.rename(replaced)
-        partial.rename(final)
-        shutil.rmtree(replaced, ignore_errors=True)
-        if self._config.num_to_keep is not None:
-            for _, path in _list_complete(self.save_dir)[: -self._config.num_to_keep]:
-                shutil.rmtree(path)
-        self._dist_context.logger.info("saved checkpoint %s", final)
+    def checkpoint_if_needed(self, state: Stateful) -> None:
+        """Save after a step that the config selects. All ranks must call it after `JobSchedule.step`.
+
+        Blocks until the checkpoint is complete or, with ``async_save``, until the state is copied.
+
+        Raises:
+            RuntimeError: If it, or the one before it, cannot be written; with its path and the reason.
+            TypeError: If a part of the job returns a state that cannot be saved without pickling.
+        """
+        self._saver.raise_if_failed()
+        if not self._schedule.should_do_action(
+            self._config.period_steps, enable_on_last_step_if_periodic=True, is_post_step_action=True
+        ):
+            return
+        self._gc.collect_forced()
+        step = self._schedule.current_step
+        self._saver.save({STATE_KEY: state.state_dict()}, step, after_commit=lambda: self._after_commit(step))
+
+    def _after_commit(self, step: int) -> None:
+        folder = self._checkpoints.folder
+        self._dist_context.logger.info("saved checkpoint %s", folder.final_path(step))
+        folder.purge(self._config.num_to_keep, keep_every_steps=self._config.keep_every_steps)
 
     def load_last_checkpoint(self, state: Stateful) -> bool:
-        """Resume from the newest complete checkpoint, and return whether there is one. All ranks must call it; blocks."""
-        path = find_newest_checkpoint(self._dist_context, self.save_dir)
-        if path is None:
+        """Resume from the newest complete checkpoint, and return whether there is one. All ranks must call it; blocks.
+
+        Raises:
+            ValueError: If it is damaged, or does not fit the job; on all ranks, with all reasons.
+        """
+        self._saver.wait()
+        found = self._checkpoints.newest()
+        if found is None:
             return False
-        metadata = filesystem.FileSystemReader(path).read_metadata()
-        saved: SavedTensors = {
-            key.removeprefix(f"{STATE_KEY}."): value if isinstance(value, TensorStorageMetadata) else None
-            for key, value in metadata.state_dict_metadata.items()
-        }
         if isinstance(state, PreparesToLoad):
-            state.prepare_to_load(saved)
-        # Any: state dicts hold what their owners choose.
-        loaded: dict[str, Any] = {STATE_KEY: state.state_dict()}
+            metadata = read_metadata(found.path)
+            state.prepare_to_load(
+                {
+                    key.removeprefix(f"{STATE_KEY}."): value if isinstance(value, TensorStorageMetadata) else None
+                    for key, value in metadata.state_dict_metadata.items()
+                }
+            )
+
+        def may_be_left(key: str) -> bool:
+            return isinstance(state, PreparesToLoad) and state.may_be_left(key.removeprefix(f"{STATE_KEY}."))
+
         try:
-            with quiet_on_one_process():
-                state_dict_loader.load(loaded, checkpoint_id=path, no_dist=not self._dist_context.is_distributed)
-        except (CheckpointException, RuntimeError, ValueError, KeyError) as error:
-            reason = str(error).strip().splitlines()[-1:]
-            raise RuntimeError(
-                f"cannot resume from the checkpoint {path}: {''.join(reason)}. If model, optimizer or metrics were changed "
-                f"since it was written, start another run (run.name), or delete it."
+            loaded = load_state(
+                found.path, {STATE_KEY: state.state_dict()}, self._checkpoints.group, may_be_left=may_be_left
+            )
+        except ValueError as error:
+            raise ValueError(
+                f"{error}\nIf model, optimizer or metrics were changed since it was written, start another run (run.name), or "
+                f"remove it."
             ) from error
         state.load_state_dict(loaded[STATE_KEY])
         if self._dist_context.is_main_process:
-            self._dist_context.logger.info("resumed from %s", path)
+            self._dist_context.logger.info("resumed from %s", found.path)
         return True
-
-
-def checkpoint_dir(config: CheckpointingConfig, run_name: str | None) -> Path:
-    """Return the folder of the checkpoints of a run, or of a job without a name."""
-    return config.save_dir if run_name is None else config.save_dir / run_name
-
-
-def find_newest_checkpoint(dist_context: DistributedContext, save_dir: Path) -> Path | None:
-    """Return the newest complete checkpoint as rank 0 sees it, or None. All ranks must call it; blocks."""
-    newest: list[str | None] = [None]
-    if dist_context.is_main_process:
-        complete = _list_complete(save_dir)
-        newest = [str(complete[-1][1]) if complete else None]
-    if dist_context.is_distributed:
-        dist.broadcast_object_list(newest, src=0)
-    return None if newest[0] is None else Path(newest[0])
-
-
-def _list_complete(save_dir: Path) -> list[tuple[int, Path]]:
-    """Return the complete checkpoints, oldest step first."""
-    if not save_dir.is_dir():
-        return []
-    found = [
-        (int(match.group(1)), path)
-        for path in save_dir.iterdir()
-        if (match := _COMPLETE.fullmatch(path.name)) and not path.is_symlink() and (path / _METADATA).is_file()
-    ]
-    return sorted(found)
-
-
-def _make_empty(folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-
-
-@contextlib.contextmanager
-def quiet_on_one_process() -> Generator[None]:
-    """Leave out torch's warning that there is no process group: we asked for that."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield
-
-
-def room_for(saved: TensorStorageMetadata, device: torch.device) -> torch.Tensor:
-    """Allocate a plain tensor that a saved one fits into."""
-    return torch.empty(saved.size, dtype=saved.properties.dtype, device=device)

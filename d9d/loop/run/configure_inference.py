@@ -18,10 +18,10 @@ from d9d.loop.component import (
     TrackedModules,
     build_device_pack_stream,
 )
-from d9d.loop.component.checkpointer import checkpoint_dir
 from d9d.loop.component.data_position import STREAM_KEY, restore_data_position
 from d9d.loop.component.peer_agreement import PeerAgreement
 from d9d.loop.component.progress import TrainingProgress
+from d9d.loop.component.run_checkpoints import RunCheckpoints
 from d9d.loop.config import InferenceConfig, PipeliningConfig
 from d9d.loop.control import (
     DataProvider,
@@ -92,14 +92,16 @@ class InferenceConfigurator:
         stream = DataParallelMicrobatchPackStream(
             context, self._data_provider(InitializeDataProviderContext(dist_context=context))
         )
-        save_dir = checkpoint_dir(self._config.checkpointing, run_name=None)
-        restore_data_position(context, save_dir, stream, refuse_training_checkpoint)
+        checkpoints = RunCheckpoints(context, self._config.checkpointing, run_name=None)
+        restore_data_position(checkpoints, stream, refuse_training_checkpoint)
         bus.trigger(EVENT_INFERENCE_DATA_STREAM_READY, EventDataStreamReadyContext(stream=stream))
         schedule = JobSchedule(self._config.schedule, stream)
         agreement = PeerAgreement(context, stream, schedule, self._config.data_agreement)
         bus.subscribe(EVENT_INFERENCE_STEP_PRE, agreement.check)
         pipeline, modules = self._build_stages(context, bus)
-        return Inference(self._build_loop(context, bus, timeouts, task, stream, schedule, pipeline, modules))
+        return Inference(
+            self._build_loop(context, bus, timeouts, task, stream, checkpoints, schedule, pipeline, modules)
+        )
 
     def _build_task(self, context: DistributedContext, bus: EventBus) -> InferenceTask[Any, Any, Any, Any, Any]:
         task = self._task_provider(InferenceTaskProviderContext(dist_context=context))
@@ -128,6 +130,7 @@ class InferenceConfigurator:
         timeouts: TimeoutManager,
         task: InferenceTask[Any, Any, Any, Any, Any],
         stream: DataParallelMicrobatchPackStream,
+        checkpoints: RunCheckpoints,
         schedule: JobSchedule,
         pipeline: PipelineScheduleInfo[Any, Any, Any],
         modules: TrackedModules,
@@ -147,7 +150,9 @@ class InferenceConfigurator:
             profiler=JobProfiler(context, config.profiling, schedule),
             gc=gc,
             timeouts=timeouts,
-            checkpointer=StateCheckpointer(context, schedule, config.checkpointing, gc, run_name=None),
+            checkpointer=StateCheckpointer(
+                context, schedule, config.checkpointing, gc, run_name=None, checkpoints=checkpoints
+            ),
             checkpointed=CheckpointedState(
                 dist_context=context,
                 parts={"schedule": schedule, STREAM_KEY: packs, "task": task},

@@ -25,10 +25,10 @@ from d9d.loop.component import (
     TrainTaskOperator,
     build_device_pack_stream,
 )
-from d9d.loop.component.checkpointer import checkpoint_dir
 from d9d.loop.component.data_position import STREAM_KEY, restore_data_position
 from d9d.loop.component.peer_agreement import PeerAgreement
 from d9d.loop.component.progress import TrainingProgress
+from d9d.loop.component.run_checkpoints import RunCheckpoints
 from d9d.loop.config import TrainerConfig
 from d9d.loop.control import (
     CreateMetricsContext,
@@ -113,14 +113,14 @@ class TrainingConfigurator:
         stream = DataParallelMicrobatchPackStream(
             context, self._data_provider(InitializeDataProviderContext(dist_context=context))
         )
-        save_dir = checkpoint_dir(self._config.checkpointing, self._config.run.name)
-        restore_data_position(context, save_dir, stream, refuse=lambda keys: None)
+        checkpoints = RunCheckpoints(context, self._config.checkpointing, self._config.run.name)
+        restore_data_position(checkpoints, stream, refuse=lambda keys: None)
         bus.trigger(EVENT_TRAIN_DATA_STREAM_READY, EventDataStreamReadyContext(stream=stream))
         schedule = JobSchedule(self._config.schedule, stream)
         agreement = PeerAgreement(context, stream, schedule, self._config.data_agreement)
         bus.subscribe(EVENT_TRAIN_STEP_PRE, agreement.check)
         pipeline, modules = self._build_stages(context, bus)
-        return Trainer(self._build_loop(context, bus, timeouts, task, stream, schedule, pipeline, modules))
+        return Trainer(self._build_loop(context, bus, timeouts, task, stream, checkpoints, schedule, pipeline, modules))
 
     def _build_task(self, context: DistributedContext, bus: EventBus) -> TrainTask[Any, Any, Any, Any, Any]:
         task = self._task_provider(TrainTaskProviderContext(dist_context=context))
@@ -146,6 +146,7 @@ class TrainingConfigurator:
         timeouts: TimeoutManager,
         task: TrainTask[Any, Any, Any, Any, Any],
         stream: DataParallelMicrobatchPackStream,
+        checkpoints: RunCheckpoints,
         schedule: JobSchedule,
         pipeline: PipelineScheduleInfo[Any, Any, Any],
         modules: TrackedModules,
@@ -200,7 +201,7 @@ class TrainingConfigurator:
             profiler=JobProfiler(context, config.profiling, schedule),
             gc=gc,
             timeouts=timeouts,
-            checkpointer=StateCheckpointer(context, schedule, config.checkpointing, gc, config.run.name),
+            checkpointer=StateCheckpointer(context, schedule, config.checkpointing, gc, config.run.name, checkpoints),
             checkpointed=CheckpointedState(
                 dist_context=context,
                 parts=parts,

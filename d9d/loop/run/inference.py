@@ -91,6 +91,7 @@ class Inference:
             stack.enter_context(job.progress.open())
             profiler = stack.enter_context(job.profiler.open())
             packs = stack.enter_context(contextlib.closing(iter(job.packs)))
+            stack.enter_context(job.checkpointer.open())
             job.event_bus.trigger(EVENT_INFERENCE_READY, EventInferenceReadyContext())
             step_context = EventStepContext(schedule=job.schedule)
             while job.schedule.current_step < job.schedule.total_steps:

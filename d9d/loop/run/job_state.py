@@ -1,6 +1,7 @@
 """Everything of a job that a checkpoint holds."""
 
 import dataclasses
+import re
 from collections.abc import Collection, Container, Mapping
 from typing import Any
 
@@ -9,14 +10,20 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
+from d9d.checkpoint import Document
 from d9d.core.device import random_state, set_random_state
 from d9d.core.dist_context import DistributedContext
 from d9d.core.placement import local_tensor
-from d9d.loop.component.checkpointer import SavedTensors, room_for
+from d9d.loop.component.checkpointer import SavedTensors
+from d9d.loop.component.data_position import STREAM_KEY
 from d9d.pipelining.training import PipelinedOptimizer
 
 _ONLY_IN_TRAINING = ("tracked_modules.", "optimizer.")
 """Beginnings of keys that tell the checkpoint of a training job."""
+_LEVELS_OF_JOB = {"task": 0, "lr_scheduler": 1, STREAM_KEY: 1, "logger": 2}
+"""How many levels of keys are the job's own in states whose form belongs to others, see [Note: documents]."""
+_LEFT = re.compile(r"cut\.|logger\.|of_[0-9]+_ranks\.")
+"""Beginnings of keys that a job may not ask for: what tells the cut, a tracker that is off, the state of other ranks."""
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -67,6 +74,10 @@ class CheckpointedState(Stateful):
         self.is_loading = True
         self.has_state_of_rank = any(name.startswith(f"{self._ranks_key}.") for name in saved)
 
+    def may_be_left(self, key: str) -> bool:
+        """Tell whether something that a checkpoint holds, and no rank asks for, is no mistake."""
+        return _LEFT.match(key) is not None
+
     def _refuse_other_cut(self, saved: SavedTensors) -> None:
         """Refuse to load stages by their place on a rank where another stage was saved."""
         cuts = [name.removeprefix("cut.") for name in saved if name.startswith("cut.")]
@@ -89,7 +100,9 @@ class CheckpointedState(Stateful):
     def state_dict(self) -> dict[str, Any]:
         """Return references to the state of all parts."""
         state: dict[str, Any] = {
-            name: part.state_dict()
+            name: _with_documents(part.state_dict(), _LEVELS_OF_JOB[name])
+            if name in _LEVELS_OF_JOB
+            else part.state_dict()
             for name, part in self.parts.items()
             if self.is_loading or name not in self.saved_elsewhere
         }
@@ -97,7 +110,7 @@ class CheckpointedState(Stateful):
             # The name is what is saved: it can be read before anything is loaded.
             state["cut"] = {self._cut: 0}
         if self.has_state_of_rank:
-            of_rank = {name: part.state_dict() for name, part in self.parts_of_rank.items()}
+            of_rank = {name: Document(part.state_dict()) for name, part in self.parts_of_rank.items()}
             state[self._ranks_key] = {str(self.dist_context.rank): of_rank}
         return state
 
@@ -110,6 +123,14 @@ class CheckpointedState(Stateful):
             for name, part in self.parts_of_rank.items():
                 part.load_state_dict(of_rank[name])
         self.has_state_of_rank, self.is_loading = True, False
+
+
+# Any: state dicts hold what their owners choose.
+def _with_documents(state: Any, num_levels: int) -> Any:  # noqa: ANN401
+    """Mark what is below some levels of keys as documents."""
+    if num_levels == 0:
+        return Document(state)
+    return {key: _with_documents(value, num_levels - 1) for key, value in state.items()}
 
 
 def refuse_training_checkpoint(keys: Collection[str]) -> None:
@@ -156,4 +177,4 @@ def _make_room(optimizer: Optimizer, saved: SavedTensors) -> None:
             empty = torch.empty(local.shape, dtype=metadata.properties.dtype, device=local.device)
             optimizer.state[parameter][name] = empty
         else:
-            optimizer.state[parameter][name] = room_for(metadata, torch.device("cpu"))
+            optimizer.state[parameter][name] = torch.empty(metadata.size, dtype=metadata.properties.dtype)

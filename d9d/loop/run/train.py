@@ -103,6 +103,7 @@ class Trainer:
             stack.enter_context(job.progress.open())
             profiler = stack.enter_context(job.profiler.open())
             packs = stack.enter_context(contextlib.closing(iter(job.packs)))
+            stack.enter_context(job.checkpointer.open())
             job.event_bus.trigger(EVENT_TRAIN_READY, EventTrainReadyContext(writer=writer))
             step_context = EventStepContext(schedule=job.schedule)
             while job.schedule.current_step < job.schedule.total_steps:

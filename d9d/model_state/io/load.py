@@ -28,10 +28,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 from tqdm import tqdm
 
+from d9d.core.participants import Participants
 from d9d.core.placement import local_tensor
 from d9d.model_state.io.boxes import local_boxes
 from d9d.model_state.io.load_plan import LoadPlan, PlannedGroup, check_output, plan_load
-from d9d.model_state.io.participants import Participants
 from d9d.model_state.io.problems import raise_problems
 from d9d.model_state.io.progress import progress_bar
 from d9d.model_state.io.reader import apply_group, read_inputs

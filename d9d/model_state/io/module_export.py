@@ -23,6 +23,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
+from d9d.core.participants import Participants
 from d9d.core.placement import local_tensor
 from d9d.model_state.io.boxes import LocalBox, local_boxes
 from d9d.model_state.io.export import Export, ExportOptions
@@ -32,7 +33,6 @@ from d9d.model_state.io.file_header import check_name
 from d9d.model_state.io.file_layout import StoredTensor, lay_out
 from d9d.model_state.io.gathering import gather_to
 from d9d.model_state.io.laid_out_files import LaidOutFiles
-from d9d.model_state.io.participants import Participants
 from d9d.model_state.io.planning import without_garbage_collection
 from d9d.model_state.io.progress import progress_bar
 from d9d.model_state.io.reader import apply_group, foresee_group

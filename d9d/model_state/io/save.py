@@ -8,9 +8,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from d9d.core.participants import Participants
 from d9d.model_state.io.export import Export, ExportOptions
 from d9d.model_state.io.module_export import ExportRanks, start_export
-from d9d.model_state.io.participants import Participants
 from d9d.model_state.io.writer import check_mesh_dim
 from d9d.model_state.mapper.base import ModelStateMapper
 

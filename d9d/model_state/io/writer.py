@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from d9d.core.participants import Participants
 from d9d.model_state.io.export import Export, ExportOptions
-from d9d.model_state.io.participants import Participants
 from d9d.model_state.io.planning import without_garbage_collection
 from d9d.model_state.io.progress import progress_bar
 from d9d.model_state.io.streamed_files import StreamedFiles

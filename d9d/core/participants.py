@@ -7,7 +7,7 @@ from typing import NamedTuple, TypeVar, final
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from d9d.core.dist_ops import all_gather_object
+from d9d.core.dist_ops import all_gather_object, gather_object
 
 __all__ = ["Participants"]
 
@@ -70,6 +70,30 @@ class Participants:
             values = [other for others in all_gather_object(values, group) for other in others]
         return values
 
+    def gather_to_first(self, value: T) -> list[T] | None:
+        """Return the values of all ranks, by rank, on the first one; None on the others. A collective; blocks the host.
+
+        Values are pickled: plain ones, of trusted peers.
+        """
+        values: list[T] | None = [value]
+        for group in reversed(self._groups):
+            # Ranks that are not the first of their group have nothing to hand on, and take part with that.
+            gathered = gather_object(values, group, 0)
+            values = None if gathered is None else [other for others in gathered for other in others or []]
+        return values if self._rank == 0 else None
+
+    def scatter_from_first(self, values: Sequence[T] | None) -> T:
+        """Return to each rank its value among those that the first one has. A collective; blocks the host.
+
+        Args:
+            values: One for each rank, by rank; on other ranks it is not looked at.
+        """
+        own = values if self._rank == 0 else None
+        for group in self._groups:
+            own = _scattered(own, group)
+        assert own is not None  # each group has handed on a part
+        return own[0]
+
     @contextlib.contextmanager
     def failing_together(self) -> Generator[None]:
         """Raise on all ranks what any of them raises in the block, as `raise_together`. A collective at its end."""
@@ -106,6 +130,17 @@ class Participants:
             for failure, ranks in ranks_by_failure.items()
         )
         raise _error_of({failure.kind for failure in ranks_by_failure}, text) from error
+
+
+def _scattered(values: Sequence[T] | None, group: dist.ProcessGroup) -> Sequence[T] | None:
+    """Hand out equal runs of the values that the first rank of a group may have."""
+    parts: list[Sequence[T] | None] = [None] * group.size()
+    if values is not None:
+        length = len(values) // group.size()
+        parts = [values[index * length : (index + 1) * length] for index in range(group.size())]
+    received: list[Sequence[T] | None] = [None]
+    dist.scatter_object_list(received, parts, group=group, group_src=0)
+    return received[0]
 
 
 def _failure(error: Exception) -> _Failure:

@@ -1,0 +1,130 @@
+"""Look at checkpoints without a job: what there is, what is wrong with it, what it holds, how two differ."""
+
+import dataclasses
+import fnmatch
+import logging
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from d9d.checkpoint.folder import CheckpointFolder
+from d9d.checkpoint.load import read_flat, read_metadata, verify_checkpoint
+from d9d.checkpoint.record import RECORD_NAME, CommitRecord
+
+__all__ = ["Difference", "describe_checkpoint", "differences", "is_checkpoint", "list_checkpoints", "verify_folder"]
+
+_MAX_VALUE_CHARS = 80
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Tell whether a folder is one checkpoint, rather than a folder of some."""
+    return (path / RECORD_NAME).is_file()
+
+
+def list_checkpoints(folder: Path) -> list[str]:
+    """Return a line for each checkpoint of a folder, oldest first, and one for each thing that is none."""
+    complete = {saved.path: saved for saved in CheckpointFolder(folder, logging.getLogger(__name__)).complete()}
+    lines = [
+        f"{path.name:16} step {saved.step:>9,}  {_size(saved.record.size_bytes):>9}  {saved.record.num_ranks:>5} ranks  "
+        f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime((path / RECORD_NAME).stat().st_mtime))}"
+        for path, saved in complete.items()
+    ]
+    others = [path.name for path in sorted(folder.iterdir()) if path.is_dir() and path not in complete]
+    return lines + [f"{name:16} no complete checkpoint" for name in others if name.startswith("save-")]
+
+
+def verify_folder(path: Path) -> Iterator[tuple[Path, list[str]]]:
+    """Read the files of a checkpoint, or of all in a folder, and yield what is wrong with each, oldest first."""
+    if is_checkpoint(path):
+        yield path, _problems(path)
+        return
+    for saved in CheckpointFolder(path, logging.getLogger(__name__)).complete():
+        yield saved.path, _problems(saved.path)
+
+
+def _problems(path: Path) -> list[str]:
+    try:
+        return verify_checkpoint(path, CommitRecord.read(path))
+    except (OSError, ValueError) as error:
+        return [str(error)]
+
+
+def describe_checkpoint(path: Path, pattern: str = "*") -> list[str]:
+    """Return a line for each tensor and value of a checkpoint whose name fits a pattern.
+
+    Raises:
+        ValueError: If it is damaged.
+    """
+    metadata = read_metadata(path)
+    lines: list[str] = []
+    for name in sorted(fnmatch.filter(metadata.state_dict_metadata, pattern)):
+        entry = metadata.state_dict_metadata[name]
+        if isinstance(entry, TensorStorageMetadata):
+            dtype = str(entry.properties.dtype).removeprefix("torch.")
+            parts = f" in {len(entry.chunks)} parts" if len(entry.chunks) > 1 else ""
+            num_bytes = entry.size.numel() * entry.properties.dtype.itemsize
+            lines.append(f"{name}  {dtype} {list(entry.size)}  {_size(num_bytes)}{parts}")
+        else:
+            text = repr(_read(path, metadata, name))
+            lines.append(f"{name}  = {text[:_MAX_VALUE_CHARS]}{'...' if len(text) > _MAX_VALUE_CHARS else ''}")
+    return lines
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """How two checkpoints differ in one name."""
+
+    name: str
+    text: str
+
+
+def differences(first: Path, second: Path, pattern: str = "*") -> Iterator[Difference]:
+    """Compare two checkpoints, whatever meshes they were written on; memory holds one pair of tensors.
+
+    Raises:
+        ValueError: If one is damaged.
+    """
+    metadata = {path: read_metadata(path) for path in (first, second)}
+    names = {name for of_one in metadata.values() for name in of_one.state_dict_metadata}
+    for name in sorted(fnmatch.filter(names, pattern)):
+        where = [path for path in (first, second) if name in metadata[path].state_dict_metadata]
+        if len(where) == 1:
+            yield Difference(name=name, text=f"only in {where[0]}")
+            continue
+        one, other = (_read(path, metadata[path], name) for path in (first, second))
+        text = _difference(one, other)
+        if text is not None:
+            yield Difference(name=name, text=text)
+
+
+# Any in this section: a checkpoint holds tensors, and values of all kinds.
+def _difference(one: Any, other: Any) -> str | None:  # noqa: ANN401
+    if not (isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)):
+        return None if type(one) is type(other) and repr(one) == repr(other) else f"{one!r} and {other!r}"
+    if (one.shape, one.dtype) != (other.shape, other.dtype):
+        return f"{one.dtype} {list(one.shape)} and {other.dtype} {list(other.shape)}"
+    bits = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)]
+    if torch.equal(*bits):
+        return None
+    distance = (one.double() - other.double()).abs()
+    num_other = int((distance != 0).sum())
+    return f"{num_other:,} of {one.numel():,} elements differ, by up to {float(distance.max()):.3g}"
+
+
+def _read(path: Path, metadata: Metadata, name: str) -> Any:  # noqa: ANN401
+    entry = metadata.state_dict_metadata[name]
+    room = torch.empty(entry.size, dtype=entry.properties.dtype) if isinstance(entry, TensorStorageMetadata) else None
+    return read_flat(path, {name: room}, metadata)[name]
+
+
+def _size(num_bytes: int) -> str:
+    size = float(num_bytes)
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:.3g} TB"

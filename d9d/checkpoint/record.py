@@ -1,0 +1,125 @@
+"""The commit record of a checkpoint: what makes it complete, and what its files must be.
+
+It is written last, by one rank, when all files are on the disk. A folder without one is no checkpoint.
+"""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+__all__ = ["RECORD_NAME", "CommitRecord", "FileDigest", "digest_file", "is_plain_name"]
+
+RECORD_NAME = "commit.json"
+"""Name of the commit record in the folder of a checkpoint."""
+
+_VERSION = 1
+_MAX_BYTES = 1 << 30
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class FileDigest:
+    """Size and SHA-256 of a file of a checkpoint."""
+
+    size_bytes: int
+    sha256: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CommitRecord:
+    """What the files of a complete checkpoint are."""
+
+    step: int
+    """Step after which the checkpoint was written."""
+    num_ranks: int
+    """Ranks of the job that wrote it."""
+    files: Mapping[str, FileDigest]
+    """All files but the record, by name."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all files but the record."""
+        return sum(digest.size_bytes for digest in self.files.values())
+
+    def to_bytes(self) -> bytes:
+        """Return the content of the file: the one way to write these values, with a digest of itself."""
+        content = {
+            "version": _VERSION,
+            "step": self.step,
+            "num_ranks": self.num_ranks,
+            "files": {name: [digest.size_bytes, digest.sha256] for name, digest in sorted(self.files.items())},
+        }
+        text = json.dumps(content, separators=(",", ":"))
+        return f"{text}\n{hashlib.sha256(text.encode()).hexdigest()}\n".encode()
+
+    @classmethod
+    def read(cls, folder: Path) -> "CommitRecord":
+        """Read the record of a checkpoint.
+
+        Raises:
+            FileNotFoundError: If there is none: the folder is no complete checkpoint.
+            ValueError: If it is damaged, or of another version.
+        """
+        path = folder / RECORD_NAME
+        if path.stat().st_size > _MAX_BYTES:
+            raise ValueError(f"{path} is damaged: it is too large")
+        data = path.read_bytes()
+        try:
+            text, digest, rest = data.decode().split("\n")
+            if rest or hashlib.sha256(text.encode()).hexdigest() != digest:
+                raise ValueError("its digest is another one")
+            record = cls._parse(json.loads(text))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{path} is damaged: {error}") from error
+        return record
+
+    @classmethod
+    def _parse(cls, content: dict[str, Any]) -> "CommitRecord":
+        if content["version"] != _VERSION:
+            raise ValueError(f"it is of version {content['version']}, and this release reads version {_VERSION}")
+        files = {
+            name: FileDigest(size_bytes=int(size), sha256=str(sha256))
+            for name, (size, sha256) in cast(dict[str, tuple[int, str]], content["files"]).items()
+        }
+        strange = [name for name in files if not is_plain_name(name) or name == RECORD_NAME]
+        if strange:
+            raise ValueError(f"it names files outside of the checkpoint: {strange}")
+        return cls(step=int(content["step"]), num_ranks=int(content["num_ranks"]), files=files)
+
+    def size_problems(self, folder: Path) -> list[str]:
+        """Return what is wrong with names and sizes of the files, without reading them."""
+        problems: list[str] = []
+        for name, digest in self.files.items():
+            path = folder / name
+            if path.is_symlink() or not path.is_file():
+                problems.append(f"{path} is missing")
+            elif (size := path.stat().st_size) != digest.size_bytes:
+                problems.append(f"{path} has {size} bytes, and {digest.size_bytes} were written")
+        return problems
+
+    def content_problems(self, folder: Path, names: list[str]) -> list[str]:
+        """Read some of the files, and return what is wrong with their content."""
+        problems: list[str] = []
+        for name in names:
+            try:
+                digest = digest_file(folder / name)
+            except OSError as error:
+                problems.append(f"{folder / name} cannot be read: {error.strerror or error}")
+                continue
+            if digest != self.files[name]:
+                problems.append(f"{folder / name} is damaged: its content is not what was written")
+        return problems
+
+
+def is_plain_name(name: str) -> bool:
+    """Tell whether a name is that of a file in the folder that it is looked up in."""
+    return name not in ("", ".", "..") and not any(character in name for character in "/\\\0")
+
+
+def digest_file(path: Path) -> FileDigest:
+    """Read a file and return its size and SHA-256. Blocks; other threads run meanwhile."""
+    with path.open("rb") as file:
+        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+        return FileDigest(size_bytes=file.tell(), sha256=sha256)

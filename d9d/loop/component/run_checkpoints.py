@@ -1,0 +1,50 @@
+"""The checkpoints of a run, as all of its ranks see them."""
+
+from pathlib import Path
+
+import torch.distributed as dist
+
+from d9d.checkpoint import CheckpointFolder, OnCorrupt, SavedCheckpoint, find_checkpoint
+from d9d.core.dist_context import DistributedContext
+from d9d.core.participants import Participants
+from d9d.loop.config import CheckpointingConfig
+
+__all__ = ["STATE_KEY", "RunCheckpoints"]
+
+STATE_KEY = "state"
+"""Key of the state of the job in a checkpoint."""
+
+
+class RunCheckpoints:
+    """The folder of the checkpoints of a run, and the ranks that save to it and load from it.
+
+    Args:
+        dist_context: Topology of the job.
+        config: Where checkpoints are, and what to do about damaged ones.
+        run_name: Name of the run, whose checkpoints are in a folder of that name; None for a job without one.
+    """
+
+    def __init__(self, dist_context: DistributedContext, config: CheckpointingConfig, run_name: str | None) -> None:
+        self.save_dir: Path = config.save_dir if run_name is None else config.save_dir / run_name
+        """Folder of the checkpoints."""
+        self.folder = CheckpointFolder(self.save_dir, dist_context.logger)
+        self.group: dist.ProcessGroup | None = dist.group.WORLD if dist_context.is_distributed else None
+        """All ranks; None for a job of one."""
+        self.participants = Participants([] if self.group is None else [self.group])
+        self._logger = dist_context.logger
+        self._on_corrupt: OnCorrupt = config.on_corrupt
+        self._verified: SavedCheckpoint | None = None
+
+    def newest(self) -> SavedCheckpoint | None:
+        """Return the newest complete checkpoint, after its files were verified once. All ranks must call it; blocks.
+
+        Raises:
+            ValueError: If it is damaged, see ``checkpointing.on_corrupt``.
+        """
+        with self.participants.failing_together():
+            if self.participants.rank == 0:
+                self.folder.recover()
+        self._verified = find_checkpoint(
+            self.folder, self.participants, self._on_corrupt, self._logger, verified=self._verified
+        )
+        return self._verified
