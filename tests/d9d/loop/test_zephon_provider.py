@@ -200,9 +200,14 @@ def test_no_thread_asks_for_positions(folder):
 
 
 @pytest.mark.world_size(2)
-def test_positions_by_the_store_of_the_job(folder, expected):
+def test_positions_by_a_store(folder, expected):
     context = build_context({"data_parallel_replicate": 2})
+    # The pool has none, where torchrun has one.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if dist.get_rank() == 0 else None
+    ports = [None if store is None else store.port]
+    dist.broadcast_object_list(ports, src=0)
     values = {"lanes": LANES, "microbatches_per_step": PER_STEP, "run_id": "by-store", "timeout_s": 30}
+    values["location"] = f"torch://127.0.0.1:{ports[0]}"
     provider = ZephonDataProvider(partial(build, folder / "data"), ZephonConfig(**values), numbers_of)
     stream, resumed = (provider(InitializeDataProviderContext(dist_context=context)) for _ in range(2))
     assert steps_of(context, stream, SAVED_AT) == expected[:SAVED_AT]
