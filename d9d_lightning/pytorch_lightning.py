@@ -20,11 +20,13 @@ from typing import Any
 from typing_extensions import override
 
 __all__ = [
+    "D9DDataModule",
     "D9DStrategy",
     "EMAWeightAveraging",
     "GradientNormLogger",
     "ModelStateExport",
     "PipelineStages",
+    "elastic_dataloader",
     "grad_norm",
     "measure_layer_costs",
     "register",
@@ -101,3 +103,7 @@ ModelStateExport: Any = _load("callbacks").ModelStateExport
 """As `d9d_lightning.callbacks.ModelStateExport`."""
 sync_over: Any = _load("metrics").sync_over
 """As `d9d_lightning.metrics.sync_over`."""
+D9DDataModule: Any = _load("data").D9DDataModule
+"""As `d9d_lightning.data.D9DDataModule`."""
+elastic_dataloader: Any = _load("data").elastic_dataloader
+"""As `d9d_lightning.data.elastic_dataloader`."""

@@ -36,10 +36,10 @@ from d9d_lightning.checkpoints.checkpoint import (
     set_up_together,
 )
 from d9d_lightning.collectives import all_gather_stacked, decide_together, reduce_over
+from d9d_lightning.data.loader_states import gather_loader_states
 from d9d_lightning.gradients.precision import MeshClipping, NormScope, agree_on_scale, install_mesh_clipping
 from d9d_lightning.jobs.failures import RunFailure
 from d9d_lightning.jobs.launch import build_launcher, join_job, leave_job, tell_ranks
-from d9d_lightning.jobs.loaders import prepare_loader
 from d9d_lightning.jobs.process_launcher import HandBack, ProcessLauncher
 from d9d_lightning.model_states.module_states import ExportFormat, ModuleStates
 from d9d_lightning.model_states.options import MapperSpec, ModelStateOptions
@@ -426,8 +426,7 @@ class D9DStrategy(ParallelStrategy):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        prepare_loader(dataloader, self._connected_module.trainer, self._context, self._dp_rank)
-        return dataloader
+        return self._running.prepare_loader(dataloader)
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
@@ -439,7 +438,7 @@ class D9DStrategy(ParallelStrategy):
     @override
     def on_train_start(self) -> None:
         if self._run is not None:
-            self._run.sync_new_metrics()
+            self._run.begin_training()
 
     @override
     def on_validation_start(self) -> None:
@@ -536,6 +535,7 @@ class D9DStrategy(ParallelStrategy):
             return
         is_first, module = self.is_global_zero, self._connected_module
         try:
+            gather_loader_states(checkpoint, module.trainer, self._context)
             full = gather_checkpoint(
                 checkpoint, keep=is_first, module=module, optimizers=self.optimizers, cut=self._cut
             )

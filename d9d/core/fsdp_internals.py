@@ -1,7 +1,7 @@
 """What we need of FSDP2 and it has no public name for, in torch 2.11 to 2.14."""
 # pyright: reportPrivateUsage=false
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -66,6 +66,27 @@ def show_shards(units: Iterable[FSDPModule]) -> None:
     for unit in units:
         for group in _param_groups(unit):
             group._to_sharded()
+
+
+def keep_gathered(units: Iterable[FSDPModule]) -> Callable[[], None]:
+    """Let units stay gathered behind forward passes without a backward pass, and return a function that ends that.
+
+    ``set_reshard_after_forward(False)`` is not enough: a root is freed all the same where one of its forward methods calls
+    another one, as a step calls ``forward`` (torch 2.13).
+    """
+    groups = [group for unit in units for group in _param_groups(unit)]
+    for group in groups:
+        vars(group)["reshard"] = _do_nothing
+
+    def end() -> None:
+        for group in groups:
+            del vars(group)["reshard"]
+
+    return end
+
+
+def _do_nothing() -> None:
+    pass
 
 
 def _param_groups(unit: FSDPModule) -> list[FSDPParamGroup]:

@@ -12,6 +12,7 @@ from d9d.core.pytree import tree_map_only
 from d9d.core.types import MicrobatchPack
 
 __all__ = [
+    "CollectiveStateStream",
     "FixedCountMicrobatchPacker",
     "GlobalBatchStream",
     "MainThreadStream",
@@ -24,6 +25,7 @@ __all__ = [
     "needs_main_thread",
     "num_microbatches_for_global_batch",
     "sample_digest_of",
+    "state_is_collective",
 ]
 
 
@@ -58,6 +60,21 @@ class RankInvariantStream(Protocol):
 def has_rank_invariant_state(stream: object) -> bool:
     """Tell whether a stream declares that its state is the same on all ranks."""
     return any(isinstance(layer, RankInvariantStream) and layer.has_rank_invariant_state for layer in _layers(stream))
+
+
+@runtime_checkable
+class CollectiveStateStream(Protocol):
+    """Describes a stream whose state may have to be asked for by all ranks together."""
+
+    @property
+    def state_is_collective(self) -> bool:
+        """Tell whether `state_dict` communicates: then nobody may read ahead of the step that is trained on."""
+        ...
+
+
+def state_is_collective(stream: object) -> bool:
+    """Tell whether a stream declares that all ranks must ask for its state together, behind the same step."""
+    return any(isinstance(layer, CollectiveStateStream) and layer.state_is_collective for layer in _layers(stream))
 
 
 @runtime_checkable

@@ -15,10 +15,11 @@ from torch.optim import Optimizer
 
 from d9d.core.dist_context import DistributedContext
 from d9d.core.dist_ops import all_gather_object
-from d9d.core.fsdp_internals import fsdp_units
+from d9d.core.fsdp_internals import fsdp_units, keep_gathered
 from d9d.core.placement import local_tensor
-from d9d.internals.fsdp_accumulation import FsdpAccumulation
 from d9d.optim.local_shards import localize_optimizer
+from d9d_lightning.data.loader_states import load_waiting_states
+from d9d_lightning.data.loaders import prepare_loader
 from d9d_lightning.gradients.data_parallel import DataParallelGradients
 from d9d_lightning.gradients.loss_weights import LossWeights
 from d9d_lightning.jobs.batch_agreement import BatchAgreement
@@ -71,11 +72,13 @@ class TrainerRun:
         self._context = context
         self._device = device
         self._num_replicas = num_replicas
+        self._replica = replica
         self._num_microbatches = num_microbatches
         self._buffers: ModelBuffers | None = None
         self._gradients: DataParallelGradients | None = None
         self._flags: FlagFollower | None = None
         self._fsdp: FsdpSteps | None = None
+        self._free_shards: Callable[[], None] | None = None
         self._correction: float | torch.Tensor = 1.0
         self._signals: AgreedSignals | None = None
         self._batches = None if context is None else BatchAgreement(context)
@@ -163,6 +166,15 @@ class TrainerRun:
         if len(optimizers) == 1:
             for optimizer in (*optimizers, *lightning_optimizers):
                 self._gradients.follow_zero_grad(optimizer)
+
+    def prepare_loader(self, loader: object) -> object:
+        """Return the loader that Lightning shall read in place of another one. All ranks must call it."""
+        return prepare_loader(loader, self._trainer, self._context, num_ranks=self._num_replicas, rank=self._replica)
+
+    def begin_training(self) -> None:
+        """Prepare for the first batch of a fit: Lightning has read a checkpoint, and hooks have run."""
+        self.sync_new_metrics()
+        load_waiting_states(self._trainer)
 
     def end(self) -> None:
         """Free gradients and hooks, and give the Trainer back what was exchanged."""
@@ -268,24 +280,34 @@ class TrainerRun:
         """Use the buffers of the first replica everywhere, as DDP does. All ranks must call it."""
         self.sync_new_metrics()
         self._take_buffers()
-        if self._trainer.predicting:
-            self._allow_uneven_predictions()
+        self._allow_uneven_batches()
 
-    def _allow_uneven_predictions(self) -> None:
-        """Let ranks have different numbers of batches, which Lightning's sampler for predictions does not even out.
+    def _allow_uneven_batches(self) -> None:
+        """Let ranks have different numbers of batches; see [Note: equally many batches] for when they have.
 
         Each gathering of a shard is a collective. So where numbers differ, shards are gathered for the first batch and
         stay so to the end. A rank without any batch does not come here: Lightning skips the loop there.
         """
-        context = self._context
-        if context is None or context.replica_group is None or not fsdp_units(self._module):
+        context, units = self._context, fsdp_units(self._module)
+        if context is None or context.replica_group is None or not units:
             return
-        counts = all_gather_object(sum(self._trainer.num_predict_batches), context.replica_group)
-        if len(set(counts)) > 1:
-            FsdpAccumulation([self._module]).start_pack(2)
+        counts = all_gather_object(self._num_batches(), context.replica_group)
+        if any(each != counts[0] for each in counts):
+            self._free_shards = keep_gathered(units)
+
+    def _num_batches(self) -> list[int | float]:
+        trainer = self._trainer
+        if trainer.predicting:
+            return trainer.num_predict_batches
+        if trainer.testing:
+            return trainer.num_test_batches
+        return trainer.num_sanity_val_batches if trainer.sanity_checking else trainer.num_val_batches
 
     def end_evaluation(self) -> None:
         """Let ``parameters()`` show the shards again: without a backward pass FSDP leaves some gathered."""
+        if self._free_shards is not None:
+            self._free_shards()
+            self._free_shards = None
         if self._pipeline_steps is not None:
             self._pipeline_steps.end_evaluation()
         elif self._context is not None:

@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from d9d.core.dist_context import DistributedContext
 from d9d.core.protocol import MicrobatchPackStream
 from d9d.core.types import MicrobatchPack
-from d9d.dataset.pack_stream import has_rank_invariant_state, needs_main_thread
+from d9d.dataset.pack_stream import has_rank_invariant_state, needs_main_thread, state_is_collective
 from d9d.loop.component.pack_prefetch import PackPrefetcher, copy_pack
 
 __all__ = [
@@ -201,9 +201,10 @@ def build_device_pack_stream(
         stream: Packs on the host.
         device: Device to copy them to.
         prefetch_factor: Packs to hold ready; 0 copies each when it is needed, without a thread. So is a stream that has to
-            be read on the main thread (`MainThreadStream`).
+            be read on the main thread (`MainThreadStream`), and one whose state is collective: a thread would ask for it
+            at other times on each rank.
     """
-    if prefetch_factor == 0 or needs_main_thread(stream):
+    if prefetch_factor == 0 or needs_main_thread(stream) or state_is_collective(stream):
         return DirectDevicePackStream(stream, device)
     return PrefetchingDevicePackStream(stream, device, prefetch_factor)
 

@@ -1,0 +1,64 @@
+"""Check, seed and complete the loaders of a run before Lightning reads them."""
+# Lightning seeds workers by a function of its own
+# pyright: reportPrivateUsage=false
+
+from lightning.fabric.utilities.data import _auto_add_worker_init_fn, sized_len
+from lightning.pytorch import Trainer
+
+from d9d.core.dist_context import DistributedContext
+from d9d.core.dist_ops import all_gather_object
+from d9d_lightning.data.elastic_loader import ElasticLoader
+from d9d_lightning.data.evaluation_loaders import count_samples_once
+from d9d_lightning.data.loader_states import RankStateLoader, StatefulLoader
+
+__all__ = ["prepare_loader"]
+
+
+def prepare_loader(
+    loader: object, trainer: Trainer, context: DistributedContext | None, *, num_ranks: int, rank: int
+) -> object:
+    """Return the loader that Lightning shall read. All ranks must call it.
+
+    Workers draw the random numbers of their data-parallel rank, evaluations count each sample once, and positions are
+    those of this rank. Loaders that make others wait are refused. Lightning refuses a loader without batches on the rank
+    that has it, unless the module allows them. Then it skips the loop there, which the others may not do without: they sum
+    gradients and metrics and gather shards together.
+
+    Args:
+        loader: What the user gives, with Lightning's sampler.
+        trainer: Runs the loops.
+        context: Ranks of the job; None on one process.
+        num_ranks: Number of data-parallel ranks.
+        rank: Data-parallel rank of this process: ranks that read the same samples must augment them alike.
+
+    Raises:
+        RuntimeError: On all ranks, if some have no batch and others have.
+        ValueError: On all ranks, for an elastic loader that does not fit, or samples that are too few to evaluate.
+    """
+    stage = trainer.state.stage
+    if isinstance(loader, ElasticLoader):
+        if not trainer.training:
+            raise ValueError("an elastic loader is for training: evaluate with an ordinary DataLoader.")
+        loader.join(trainer, num_ranks, rank)
+        return loader
+    if stage is not None and stage.evaluating and trainer._accelerator_connector.use_distributed_sampler:
+        loader = count_samples_once(loader, stage)
+    _auto_add_worker_init_fn(loader, rank)
+    _refuse_missing_batches(loader, trainer, context)
+    if trainer.training and isinstance(loader, StatefulLoader):
+        own = loader.loader if isinstance(loader, RankStateLoader) else loader
+        return RankStateLoader(own, trainer, num_ranks, rank)
+    return loader
+
+
+def _refuse_missing_batches(loader: object, trainer: Trainer, context: DistributedContext | None) -> None:
+    group = None if context is None else context.replica_group
+    if context is None or group is None or (trainer.predicting and not context.mesh_params.has_data_parallel_shard):
+        return
+    lengths = all_gather_object(sized_len(loader), group)
+    without = [rank for rank, length in enumerate(lengths) if length == 0]
+    if 0 < len(without) < len(lengths):
+        raise RuntimeError(
+            f"the {type(loader).__name__} has no batch on {len(without)} of {len(lengths)} data-parallel ranks: the others "
+            f"would wait for them. Give each rank a sample at least, or use fewer ranks."
+        )
