@@ -11,7 +11,20 @@ from torch import nn
 from d9d.model_state.mapper import ModelStateMapper
 from d9d.module.block.hidden_states_aggregator import HiddenStatesAggregationMode
 from d9d.module.model.decoder import Decoder
-from d9d.module.model.parameters import DecoderParameters
+from d9d.module.model.llama import (
+    LlamaLayerParameters,
+    LlamaModel,
+    LlamaParameters,
+    mapper_from_huggingface_llama,
+    mapper_from_huggingface_llama_for_causal_lm,
+    mapper_from_huggingface_llama_for_classification,
+    mapper_from_huggingface_llama_for_embedding,
+    mapper_to_huggingface_llama,
+    mapper_to_huggingface_llama_for_causal_lm,
+    mapper_to_huggingface_llama_for_classification,
+    mapper_to_huggingface_llama_for_embedding,
+)
+from d9d.module.model.parameters import DecoderParameters, Llama3RopeScalingConfig
 from d9d.module.model.qwen3_dense import (
     Qwen3DenseLayerParameters,
     Qwen3DenseModel,
@@ -180,6 +193,40 @@ CATALOGUE = {
         formats=(Qwen3MoEExpertsFormat.MODULE_LIST, Qwen3MoEExpertsFormat.FUSED),
     ),
 }
+
+CATALOGUE["llama"] = Row(
+    model=LlamaModel,
+    params=lambda tied: LlamaParameters(
+        **COMMON,
+        tie_word_embeddings=tied,
+        rope_scaling=Llama3RopeScalingConfig(factor=8.0, original_max_position_embeddings=16),
+        layer=LlamaLayerParameters(**SIZES, intermediate_size=20),
+    ),
+    family="llama",
+    prefix="Llama",
+    config={
+        "intermediate_size": 20,
+        "head_dim": HEAD_DIM,
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 10000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 16,
+        },
+    },
+    backbone=Mappers(load=mapper_from_huggingface_llama, export=mapper_to_huggingface_llama),
+    causal_lm=Mappers(
+        load=mapper_from_huggingface_llama_for_causal_lm, export=mapper_to_huggingface_llama_for_causal_lm
+    ),
+    classification=Mappers(
+        load=mapper_from_huggingface_llama_for_classification, export=mapper_to_huggingface_llama_for_classification
+    ),
+    embedding=Mappers(
+        load=mapper_from_huggingface_llama_for_embedding, export=mapper_to_huggingface_llama_for_embedding
+    ),
+)
 
 
 def tokens(num_sequences: int = 2, num_tokens: int = 8, seed: int = 0) -> torch.Tensor:
