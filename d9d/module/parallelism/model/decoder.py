@@ -39,7 +39,12 @@ from d9d.module.parallelism.tensor_blocks import (
 )
 from d9d.pipelining.api import PipelineStageInfo
 
-__all__ = ["parallelize_decoder"]
+__all__ = [
+    "parallelize_decoder",
+    "parallelize_llama_model",
+    "parallelize_qwen3_dense_model",
+    "parallelize_qwen3_moe_model",
+]
 
 # Any: heads of all kinds, and what they take and give.
 _AnyHead: TypeAlias = TaskHead[Any, Any]
@@ -105,6 +110,13 @@ def parallelize_decoder(
             assert backbone.embed_tokens is not None  # to which the head is tied
             head.tie_to(backbone.embed_tokens)
     distribute_dense(model if tied else backbone, dist_context, **fsdp_kwargs)
+
+
+# What a layer is made of decides how it is distributed, so one function knows all models. These are the names under which
+# users of one model look for it.
+parallelize_llama_model = parallelize_decoder
+parallelize_qwen3_dense_model = parallelize_decoder
+parallelize_qwen3_moe_model = parallelize_decoder
 
 
 def _parts_of(model: _AnyModel) -> tuple[Decoder, list[_AnyHead]]:
