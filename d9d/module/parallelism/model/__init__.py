@@ -2,6 +2,7 @@
 
 from .decoder import (
     parallelize_decoder,
+    parallelize_deepseek_v3_model,
     parallelize_llama_model,
     parallelize_qwen3_dense_model,
     parallelize_qwen3_moe_model,
@@ -12,6 +13,7 @@ __all__ = [
     "parallelize_causal_lm_head",
     "parallelize_classification_head",
     "parallelize_decoder",
+    "parallelize_deepseek_v3_model",
     "parallelize_embedding_head",
     "parallelize_llama_model",
     "parallelize_qwen3_dense_model",

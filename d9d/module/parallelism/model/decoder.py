@@ -41,6 +41,7 @@ from d9d.pipelining.api import PipelineStageInfo
 
 __all__ = [
     "parallelize_decoder",
+    "parallelize_deepseek_v3_model",
     "parallelize_llama_model",
     "parallelize_qwen3_dense_model",
     "parallelize_qwen3_moe_model",
@@ -114,6 +115,7 @@ def parallelize_decoder(
 
 # What a layer is made of decides how it is distributed, so one function knows all models. These are the names under which
 # users of one model look for it.
+parallelize_deepseek_v3_model = parallelize_decoder
 parallelize_llama_model = parallelize_decoder
 parallelize_qwen3_dense_model = parallelize_decoder
 parallelize_qwen3_moe_model = parallelize_decoder

@@ -42,7 +42,7 @@ ALL = pytest.mark.parametrize("name", CATALOGUE)
 BOTH_TIES = pytest.mark.parametrize("tied", [False, True])
 LIMIT_S = 180.0  # each operation of a split layer goes through DTensor, in Python
 WITH_TIES_AND_PARTS = [(name, tied, parts) for name in CATALOGUE for tied in (False, True) for parts in (False, True)]
-MOE = ["qwen3 moe"]
+MOE = ["qwen3 moe", "deepseek v3"]
 
 
 def sample(cases: list[tuple[Any, ...]], *, default: tuple[Any, ...], names: Iterable[str] = CATALOGUE) -> list[Any]:
