@@ -266,7 +266,7 @@ def deepseek_v3(q_lora_rank: int | None, rope_style: RotaryEmbeddingStyle) -> Ro
         router_scaling_factor=2.5,
     )
     yarn = {
-        "factor": 4.0,
+        "factor": 2.0,
         "original_max_position_embeddings": 16,
         "beta_fast": 32.0,
         "beta_slow": 1.0,
