@@ -4,7 +4,7 @@ Axes: B sequences, T tokens, H hidden size, L layers.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol, cast
+from typing import Protocol, Self, cast
 
 import torch
 from torch import nn
@@ -32,6 +32,7 @@ __all__ = ["Decoder", "DecoderBackbone", "DecoderLayer", "build_grouped_query_at
 
 
 class DecoderBackbone(
+    ModuleLateInit,
     ModuleSupportsPipelining[
         SequenceInput, SequenceTransfer[torch.Tensor], SequenceShared, SequenceTransfer[torch.Tensor]
     ],
@@ -64,10 +65,6 @@ class DecoderBackbone(
         self, pipeline_input: SequenceInput, boundary: StageBoundary
     ) -> SequenceTransfer[TensorSpec]:
         """Describe what crosses a boundary of the stage."""
-        ...
-
-    def reset_parameters(self) -> None:
-        """Initialise every parameter and buffer in place."""
         ...
 
 
@@ -204,6 +201,7 @@ class Decoder(nn.Module, ModuleLateInit):
         )
         self.layers = nn.ModuleDict({str(index): build_layer(index) for index in self._layer_range})
         self.norm = RMSNorm(hidden_size, norm_eps) if stage.is_current_stage_last else None
+        self._dtype = next(self.parameters()).dtype
 
     @property
     def stage(self) -> PipelineStageInfo:
@@ -236,17 +234,20 @@ class Decoder(nn.Module, ModuleLateInit):
         return [cast("DecoderLayer", layer) for layer in self.layers.values()]
 
     def output_dtype(self) -> torch.dtype:
-        """Return the dtype of what the stage hands on, which is that of its parameters."""
-        return next(self.parameters()).dtype
+        """Return the dtype of what the stage hands on, which is that of its parameters.
+
+        Under FSDP that of the shards, also while a unit is gathered in another one.
+        """
+        return self._dtype
 
     def use_token_parts(self, num_parts: int) -> None:
-        """Take note that ranks hold parts of the tokens between blocks, as sequence parallelism does.
+        """Take note that ranks hand on parts of the tokens, as sequence parallelism does.
 
         Args:
             num_parts: Number of ranks that a sequence is cut over.
 
         Raises:
-            NotImplementedError: If hidden states are kept, whose means over tokens would be those of parts.
+            NotImplementedError: See `check_parts_of_sequences`.
         """
         if num_parts > 1:
             self.check_parts_of_sequences()
@@ -320,6 +321,12 @@ class Decoder(nn.Module, ModuleLateInit):
         for part in (self.embed_tokens, self.rope, *self.decoder_layers, self.norm):
             if part is not None:
                 part.reset_parameters()
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        # What `to`, `half`, `double` and the like call.
+        super()._apply(fn, recurse)
+        self._dtype = next(self.parameters()).dtype
+        return self
 
     def stage_transfer_spec(
         self, pipeline_input: SequenceInput, boundary: StageBoundary

@@ -6,6 +6,7 @@ Hugging Face's names, and have an inverse that writes them. They are for the who
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Final
 
 from d9d.model_state.mapper import ModelStateMapper
@@ -33,8 +34,8 @@ __all__ = [
     "LAYER_NORMS",
     "SWIGLU",
     "DecoderMapping",
-    "map_fused_experts",
-    "map_listed_experts",
+    "ExpertsFormat",
+    "map_experts",
     "map_same_names",
 ]
 
@@ -54,7 +55,33 @@ def map_same_names(*names: str) -> ModelStateMapper:
     return identity_mapper_from_names(names)
 
 
-def map_listed_experts(num_experts: int) -> ModelStateMapper:
+class ExpertsFormat(StrEnum):
+    """How files hold the experts of a layer."""
+
+    MODULE_LIST = "module_list"
+    """Each expert has tensors of its own, ``mlp.experts.0.gate_proj.weight`` and so on: as published, and as
+    ``save_pretrained`` writes them."""
+    FUSED = "fused"
+    """All experts of a layer are in ``mlp.experts.gate_up_proj`` and ``mlp.experts.down_proj``: as the modules of
+    ``transformers`` 5 hold them."""
+
+
+def map_experts(experts_format: ExpertsFormat, num_experts: int, intermediate_size: int) -> ModelStateMapper:
+    """Return the mapper of the experts of a layer.
+
+    Args:
+        experts_format: How the files hold them.
+        num_experts: Number of experts.
+        intermediate_size: Width between the projections of one.
+    """
+    match experts_format:
+        case ExpertsFormat.MODULE_LIST:
+            return _map_listed_experts(num_experts)
+        case ExpertsFormat.FUSED:
+            return _map_fused_experts(intermediate_size)
+
+
+def _map_listed_experts(num_experts: int) -> ModelStateMapper:
     """Return the mapper of experts that are modules of their own there: ``(W, H)`` each, here one ``(E, H, W)``."""
 
     def stacked(name: str) -> ModelStateMapper:
@@ -67,7 +94,7 @@ def map_listed_experts(num_experts: int) -> ModelStateMapper:
     return ModelStateMapperParallel([stacked(name) for name in ("gate_proj", "up_proj", "down_proj")])
 
 
-def map_fused_experts(intermediate_size: int) -> ModelStateMapper:
+def _map_fused_experts(intermediate_size: int) -> ModelStateMapper:
     """Return the mapper of experts that are one tensor there: ``(E, 2 W, H)`` of both first projections and ``(E, H, W)``."""
     gate, up, down = (f"mlp.grouped_experts.{name}.weight" for name in ("gate_proj", "up_proj", "down_proj"))
     cut = ModelStateMapperChunkTensors(

@@ -11,6 +11,7 @@ from .communications import ExpertCommunicationHandler, NoCommunicationHandler
 from .experts import GroupedSwiGLU
 from .grouped_mm import AnyGroupedMmBackendConfig
 from .router import TopKRouter
+from .routing import RoutingParameters
 from .shared import SharedExpertParameters, SharedSwiGLU
 
 
@@ -29,6 +30,7 @@ class MoELayer(nn.Module, ModuleLateInit):
         shared_expert: The expert for all tokens; None for none.
         grouped_mm_backend: Implementation of the experts' products; by default see `build_grouped_mm_backend`.
         enable_expert_bias: Whether the router has a bias for load balancing, see `TopKRouter`.
+        routing: How the router scores and chooses experts, see `TopKRouter`.
 
     Raises:
         ValueError: If K is not between 1 and E.
@@ -47,10 +49,16 @@ class MoELayer(nn.Module, ModuleLateInit):
         grouped_mm_backend: AnyGroupedMmBackendConfig | None = None,
         *,
         enable_expert_bias: bool = False,
+        routing: RoutingParameters | None = None,
     ) -> None:
         super().__init__()
         self.router = TopKRouter(
-            hidden_dim, num_grouped_experts, top_k, router_renormalize_probabilities, enable_expert_bias
+            hidden_dim,
+            num_grouped_experts,
+            top_k,
+            router_renormalize_probabilities,
+            enable_expert_bias,
+            routing=routing,
         )
         self.grouped_experts = GroupedSwiGLU(
             hidden_dim, intermediate_dim_grouped, num_grouped_experts, grouped_mm_backend

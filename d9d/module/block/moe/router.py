@@ -1,13 +1,18 @@
 """Choose the experts of each token. Axes: N tokens, E experts, K experts of a token."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Self
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from d9d.module.base import ModuleLateInit
+from d9d.module.block.precision import at_least_fp32
+
+from .routing import RoutingParameters, check_group_limit, limit_to_groups, score_experts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,7 +26,7 @@ class RoutingResult:
 
 
 class TopKRouter(nn.Module, ModuleLateInit):
-    """Scores experts with a linear layer and takes the best K of a softmax.
+    """Scores experts with a linear layer and takes the best K.
 
     With an expert bias, each expert's score is shifted for the choice only, not for the weight of its output. The bias
     has no gradient; `update_expert_bias` moves it against the load (source: "Auxiliary-Loss-Free Load Balancing",
@@ -33,9 +38,10 @@ class TopKRouter(nn.Module, ModuleLateInit):
         top_k: K.
         renormalize_probabilities: Whether the K probabilities of a token are divided by their sum.
         enable_expert_bias: Whether there is a bias.
+        routing: How experts are scored and chosen; by default by a softmax, among all.
 
     Raises:
-        ValueError: If K is not between 1 and E.
+        ValueError: If K is not between 1 and E, or experts can not be grouped as asked.
     """
 
     expert_bias: torch.Tensor | None
@@ -47,10 +53,15 @@ class TopKRouter(nn.Module, ModuleLateInit):
         top_k: int,
         renormalize_probabilities: bool,
         enable_expert_bias: bool = False,
+        *,
+        routing: RoutingParameters | None = None,
     ) -> None:
         super().__init__()
         if not 1 <= top_k <= num_experts:
             raise ValueError(f"top_k ({top_k}) must be between 1 and the number of experts ({num_experts}).")
+        self._routing = RoutingParameters() if routing is None else routing
+        if self._routing.group_limit is not None:
+            check_group_limit(self._routing.group_limit, num_experts, top_k)
         self._top_k = top_k
         self._renormalizes = renormalize_probabilities
         self.gate = nn.Linear(dim, num_experts, bias=False)
@@ -67,14 +78,26 @@ class TopKRouter(nn.Module, ModuleLateInit):
         Shapes:
             ``(N, dim)``.
         """
-        logits = self.gate(hidden_states)
-        probabilities = logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))  # (N, E)
+        logits = self._logits(hidden_states)
+        probabilities = score_experts(logits, self._routing.scoring)  # (N, E)
         scores = probabilities if self.expert_bias is None else probabilities + self.expert_bias
+        if self._routing.group_limit is not None:
+            scores = limit_to_groups(scores, self._routing.group_limit)
         indices = scores.topk(self._top_k, dim=-1).indices  # (N, K)
         selected = probabilities.gather(-1, indices)
         if self._renormalizes:
-            selected = selected / selected.sum(-1, keepdim=True)
+            # Sigmoids may all be zero. The number is that of the code published with DeepSeek-V3.
+            selected = selected / (selected.sum(-1, keepdim=True) + 1e-20)
+        selected = selected * self._routing.scaling_factor
         return RoutingResult(selected_expert_indices=indices, selected_probabilities=selected)
+
+    def _logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        if not self._routing.has_wide_logits:
+            return self.gate(hidden_states)
+        device_type = hidden_states.device.type
+        is_autocast = torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
+        with torch.autocast(device_type, enabled=False) if is_autocast else nullcontext():
+            return F.linear(at_least_fp32(hidden_states), at_least_fp32(self.gate.weight))
 
     @torch.no_grad()
     def update_expert_bias(self, tokens_per_expert: torch.Tensor, rate: float) -> None:

@@ -1,7 +1,5 @@
 """Weights of Qwen3-MoE in Hugging Face's layout."""
 
-from enum import StrEnum
-
 from d9d.model_state.mapper import ModelStateMapper
 from d9d.model_state.mapper.compose import ModelStateMapperParallel
 from d9d.model_state.mapper.leaf import ModelStateMapperRename
@@ -10,8 +8,8 @@ from d9d.module.model.huggingface import (
     GROUPED_QUERY_ATTENTION,
     LAYER_NORMS,
     DecoderMapping,
-    map_fused_experts,
-    map_listed_experts,
+    ExpertsFormat,
+    map_experts,
     map_same_names,
 )
 from d9d.module.model.qwen3_moe.model import Qwen3MoEParameters
@@ -30,28 +28,21 @@ __all__ = [
 ]
 
 
-class Qwen3MoEExpertsFormat(StrEnum):
-    """How files hold the experts."""
-
-    MODULE_LIST = "module_list"
-    """Each expert has tensors of its own, ``mlp.experts.0.gate_proj.weight`` and so on: as published, and as
-    ``save_pretrained`` writes them."""
-    FUSED = "fused"
-    """All experts of a layer are in ``mlp.experts.gate_up_proj`` and ``mlp.experts.down_proj``: as the modules of
-    ``transformers`` 5 hold them."""
+Qwen3MoEExpertsFormat = ExpertsFormat
 
 
 def _mapping(
     params: Qwen3MoEParameters, experts_format: Qwen3MoEExpertsFormat, stage: PipelineStageInfo | None
 ) -> DecoderMapping:
-    match experts_format:
-        case Qwen3MoEExpertsFormat.MODULE_LIST:
-            experts = map_listed_experts(params.layer.num_experts)
-        case Qwen3MoEExpertsFormat.FUSED:
-            experts = map_fused_experts(params.layer.intermediate_size)
-    same = map_same_names(*LAYER_NORMS, *GROUPED_QUERY_ATTENTION, "self_attn.q_norm.weight", "self_attn.k_norm.weight")
-    router = ModelStateMapperRename("mlp.gate.weight", "mlp.router.gate.weight")
-    layer = ModelStateMapperParallel([same, router, experts])
+    layer = ModelStateMapperParallel(
+        [
+            map_same_names(
+                *LAYER_NORMS, *GROUPED_QUERY_ATTENTION, "self_attn.q_norm.weight", "self_attn.k_norm.weight"
+            ),
+            ModelStateMapperRename("mlp.gate.weight", "mlp.router.gate.weight"),
+            map_experts(experts_format, params.layer.num_experts, params.layer.intermediate_size),
+        ]
+    )
     return DecoderMapping(params=params, map_layer=lambda _: layer, stage=stage)
 
 

@@ -10,7 +10,7 @@ gathers a parameter in one unit only.
 
 from typing import Any, TypeAlias
 
-from d9d.core.dist_context import BATCH_DOMAIN, EXPERT_DOMAIN, DistributedContext
+from d9d.core.dist_context import EXPERT_DOMAIN, DistributedContext
 from d9d.module.block.attention import GroupedQueryAttention
 from d9d.module.block.ffn import SwiGLU
 from d9d.module.block.head import ClassificationHead, EmbeddingHead, SplitLanguageModellingHead, TaskHead
@@ -21,7 +21,7 @@ from d9d.module.model.heads import DecoderWithHead, DecoderWithHeads
 from d9d.module.parallelism.context_parallel import parallelize_context
 from d9d.module.parallelism.expert import parallelize_expert_parallel
 from d9d.module.parallelism.key_value_exchange import ContextParallelMethod
-from d9d.module.parallelism.model.dense import distribute_dense, tensor_mesh
+from d9d.module.parallelism.model.dense import context_mesh, distribute_dense, tensor_mesh
 from d9d.module.parallelism.model.head import (
     parallelize_causal_lm_head,
     parallelize_classification_head,
@@ -39,7 +39,13 @@ from d9d.module.parallelism.tensor_blocks import (
 )
 from d9d.pipelining.api import PipelineStageInfo
 
-__all__ = ["parallelize_decoder"]
+__all__ = [
+    "parallelize_decoder",
+    "parallelize_deepseek_v3_model",
+    "parallelize_llama_model",
+    "parallelize_qwen3_dense_model",
+    "parallelize_qwen3_moe_model",
+]
 
 # Any: heads of all kinds, and what they take and give.
 _AnyHead: TypeAlias = TaskHead[Any, Any]
@@ -76,35 +82,35 @@ def parallelize_decoder(
     Raises:
         ValueError: If `stage` is another one than the model was built for, or heads, experts or the like can not be
             distributed evenly, with the degrees that can.
-        NotImplementedError: If what the model keeps of hidden states needs all tokens on each rank, and they have parts.
+        NotImplementedError: If the model keeps means of hidden states over tokens, and ranks have parts of these.
     """
     backbone, heads = _parts_of(model)
-    if backbone.stage != stage:
-        raise ValueError(
-            f"the model was built for stage {backbone.stage.current_stage} of {backbone.stage.num_stages}, not for "
-            f"{stage.current_stage} of {stage.num_stages}. Pass the stage that it was built for."
-        )
+    _check_stage(backbone, stage)
     if not dist_context.is_distributed:
         return
-    is_split = dist_context.mesh_params.has_tensor_parallel
-    sequence_parallel = sequence_parallel and is_split
+    sequence_parallel = sequence_parallel and dist_context.mesh_params.has_tensor_parallel
     if dist_context.mesh_params.has_expert_parallel:
         _distribute_experts(backbone, dist_context)
-    if is_split:
+    if dist_context.mesh_params.has_tensor_parallel:
         _split_blocks(backbone, dist_context, sequence_parallel, replicate_kv_heads)
-    _split_sequences(backbone, heads, dist_context, context_method, context_order)
+    _split_sequences(backbone, dist_context, context_method, context_order)
     for layer in backbone.decoder_layers:
         distribute_dense(layer, dist_context, **fsdp_kwargs)
     tied = [head for head in heads if isinstance(head, SplitLanguageModellingHead) and head.is_tied]
     for head in heads:
         if head not in tied:
             _distribute_head(head, dist_context, sequence_parallel, **fsdp_kwargs)
-    if is_split:
-        for head in tied:
-            parallelize_tensor_head(head, tensor_mesh(dist_context), sequence_parallel=sequence_parallel)
-            assert backbone.embed_tokens is not None  # to which the head is tied
-            head.tie_to(backbone.embed_tokens)
+    for head in tied:
+        _split_tied_head(head, backbone, dist_context, sequence_parallel)
     distribute_dense(model if tied else backbone, dist_context, **fsdp_kwargs)
+
+
+# What a layer is made of decides how it is distributed, so one function knows all models. These are the names under which
+# users of one model look for it.
+parallelize_deepseek_v3_model = parallelize_decoder
+parallelize_llama_model = parallelize_decoder
+parallelize_qwen3_dense_model = parallelize_decoder
+parallelize_qwen3_moe_model = parallelize_decoder
 
 
 def _parts_of(model: _AnyModel) -> tuple[Decoder, list[_AnyHead]]:
@@ -118,6 +124,14 @@ def _parts_of(model: _AnyModel) -> tuple[Decoder, list[_AnyHead]]:
         )
     heads = [model.head] if isinstance(model, DecoderWithHead) else list(model.heads.values())
     return backbone, [head for head in heads if isinstance(head, TaskHead)]
+
+
+def _check_stage(backbone: Decoder, stage: PipelineStageInfo) -> None:
+    if backbone.stage != stage:
+        raise ValueError(
+            f"the model was built for stage {backbone.stage.current_stage} of {backbone.stage.num_stages}, not for "
+            f"{stage.current_stage} of {stage.num_stages}. Pass the stage that it was built for."
+        )
 
 
 def _distribute_experts(backbone: Decoder, dist_context: DistributedContext) -> None:
@@ -157,19 +171,27 @@ def _split_blocks(
 
 def _split_sequences(
     backbone: Decoder,
-    heads: list[_AnyHead],
     dist_context: DistributedContext,
     method: ContextParallelMethod | str,
     order: SequenceOrder | str,
 ) -> None:
-    if dist_context.mesh_params.context_parallel == 1:
+    mesh = context_mesh(dist_context)
+    if mesh.size() == 1:
         return
-    mesh = dist_context.mesh_for(BATCH_DOMAIN)["cp"]
     backbone.check_parts_of_sequences()
-    pooling = [head for head in heads if isinstance(head, ClassificationHead | EmbeddingHead)]
     # Not the model as a whole: a stage may have no layers.
-    for module in (*backbone.decoder_layers, *pooling):
-        parallelize_context(module, mesh, method=method, order=order)
+    for layer in backbone.decoder_layers:
+        parallelize_context(layer, mesh, method=method, order=order)
+
+
+def _split_tied_head(
+    head: SplitLanguageModellingHead, backbone: Decoder, dist_context: DistributedContext, sequence_parallel: bool
+) -> None:
+    """Split a head by the rows of the embeddings that are split already, and let it have their new parameters."""
+    if dist_context.mesh_params.has_tensor_parallel:
+        parallelize_tensor_head(head, tensor_mesh(dist_context), sequence_parallel=sequence_parallel)
+        assert backbone.embed_tokens is not None  # to which the head is tied
+        head.tie_to(backbone.embed_tokens)
 
 
 def _norms(layers: list[DecoderLayer]) -> list[RMSNorm]:

@@ -1,14 +1,14 @@
-"""Where the dense layers of a model go: which mesh, and how what tensor parallelism leaves is sharded or replicated."""
+"""Meshes of a model, and how what tensor parallelism leaves of its dense layers is sharded or replicated."""
 
 from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from d9d.core.dist_context import DENSE_DOMAIN, DistributedContext
+from d9d.core.dist_context import BATCH_DOMAIN, DENSE_DOMAIN, DistributedContext
 from d9d.module.parallelism.shard import parallelize_hsdp
 
-__all__ = ["distribute_dense", "tensor_mesh"]
+__all__ = ["context_mesh", "distribute_dense", "tensor_mesh"]
 
 _TENSOR_DIM = "tp"
 
@@ -16,6 +16,11 @@ _TENSOR_DIM = "tp"
 def tensor_mesh(dist_context: DistributedContext) -> DeviceMesh:
     """Return the mesh that layers are split over, of one dimension; its size may be 1."""
     return dist_context.mesh_for(DENSE_DOMAIN)[_TENSOR_DIM]
+
+
+def context_mesh(dist_context: DistributedContext) -> DeviceMesh:
+    """Return the mesh of the ranks that have parts of the same sequences, of one dimension; its size may be 1."""
+    return dist_context.mesh_for(BATCH_DOMAIN)["cp"]
 
 
 # Any: these are torch's own arguments, passed through.

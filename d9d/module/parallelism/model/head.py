@@ -4,7 +4,8 @@ from typing import Any
 
 from d9d.core.dist_context import DistributedContext
 from d9d.module.block.head import ClassificationHead, EmbeddingHead, SplitLanguageModellingHead
-from d9d.module.parallelism.model.dense import distribute_dense, tensor_mesh
+from d9d.module.parallelism.context_parallel import parallelize_context
+from d9d.module.parallelism.model.dense import context_mesh, distribute_dense, tensor_mesh
 from d9d.module.parallelism.tensor_blocks import parallelize_tensor_head, parallelize_tensor_pooling_head
 
 __all__ = ["parallelize_causal_lm_head", "parallelize_classification_head", "parallelize_embedding_head"]
@@ -53,7 +54,8 @@ def parallelize_classification_head(
 ) -> None:
     """Shard or replicate a head, in place; ranks of ``tp`` all compute the same scores.
 
-    No communication. On one rank nothing changes.
+    Under context parallelism it refuses to pool, since ranks have parts of the tokens. No communication. On one rank nothing
+    changes.
 
     Args:
         head: Head to change; on the meta device or with values, which must be equal on all ranks.
@@ -69,7 +71,8 @@ def parallelize_embedding_head(
 ) -> None:
     """Shard or replicate a head, in place; ranks of ``tp`` all compute the same vectors.
 
-    No communication. On one rank nothing changes.
+    Under context parallelism it refuses to pool, since ranks have parts of the tokens. No communication. On one rank nothing
+    changes.
 
     Args:
         head: Head to change; on the meta device or with values, which must be equal on all ranks.
@@ -88,6 +91,7 @@ def _parallelize_pooling_head(
 ) -> None:
     if not dist_context.is_distributed:
         return
+    parallelize_context(head, context_mesh(dist_context))
     if sequence_parallel:
         parallelize_tensor_pooling_head(head, tensor_mesh(dist_context))
     distribute_dense(head, dist_context, **fsdp_kwargs)

@@ -1,15 +1,20 @@
 """Every model of the catalogue on meshes and in stages: losses, all gradients and a step of one process."""
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from d9d.core.dist_context import DeviceMeshParameters, DistributedContext
 from d9d.core.placement import local_tensor
 from d9d.internals.grad_sync import GradientSynchronizer
+from d9d.model_state.io import load_model_state, save_model_state
 from d9d.module.block.head import (
     LM_IGNORE_INDEX,
     SequenceCausalLMHeadShared,
@@ -42,7 +47,7 @@ ALL = pytest.mark.parametrize("name", CATALOGUE)
 BOTH_TIES = pytest.mark.parametrize("tied", [False, True])
 LIMIT_S = 180.0  # each operation of a split layer goes through DTensor, in Python
 WITH_TIES_AND_PARTS = [(name, tied, parts) for name in CATALOGUE for tied in (False, True) for parts in (False, True)]
-MOE = [name for name in CATALOGUE if name != "qwen3 dense"]
+MOE = ["qwen3 moe", "deepseek v3"]
 
 
 def sample(cases: list[tuple[Any, ...]], *, default: tuple[Any, ...], names: Iterable[str] = CATALOGUE) -> list[Any]:
@@ -94,17 +99,28 @@ def synchronized(model: nn.Module) -> GradientSynchronizer:
     return synchronizer
 
 
-def assert_step_equals_one_process(split: nn.Module, single: nn.Module, context: DistributedContext) -> None:
+def part_of_losses(model: nn.Module, ids: torch.Tensor, cut: SequenceSharding) -> torch.Tensor:
+    """The losses of this rank's part of a sequence, which is all of it without context parallelism."""
+    shared = SequenceHeadShared(
+        sequence=SequenceShared(position_ids=cut.position_ids(ids.shape[1]).expand(len(ids), -1)),
+        head=SequenceCausalLMHeadShared(labels=cut.shard(lm_head_of(ids).labels)),
+    )
+    return model(SequenceInput(input_ids=cut.shard(ids)), shared).cross_entropy
+
+
+def assert_step_equals_one_process(
+    split: nn.Module, single: nn.Module, context: DistributedContext, cut: SequenceSharding
+) -> None:
     """Every rank with data of its own takes a batch of its own; a process takes all of them."""
     synchronizer = synchronized(split)
-    losses = losses_of(split, tokens(seed=context.dp_rank))
+    losses = part_of_losses(split, tokens(seed=context.dp_rank), cut)
     losses.sum().backward()
     synchronizer.wait()
-    for rank in range(context.mesh_params.data_ranks):
+    for rank in range(context.mesh_params.data_ranks // cut.num_ranks):
         expected = losses_of(single, tokens(seed=rank))
         expected.sum().backward()
         if rank == context.dp_rank:
-            torch.testing.assert_close(losses, expected, **FP64)
+            torch.testing.assert_close(losses, cut.shard(expected), **FP64)
     assert_close_tree(named_full_gradients(split), named_full_gradients(single), **FP64)
     for model in (split, single):
         torch.optim.SGD(model.parameters(), lr=0.1, foreach=False).step()
@@ -115,7 +131,8 @@ def assert_mesh_equals_one_process(name: str, tied: bool, params: DeviceMeshPara
     context = params.build()
     split, single = causal_lm(name, tied), causal_lm(name, tied)
     parallelize_decoder(context, split, WHOLE, **kwargs)
-    assert_step_equals_one_process(split, single, context)
+    order = kwargs.get("context_order", "zigzag")
+    assert_step_equals_one_process(split, single, context, SequenceSharding.of(context, order))
     return split
 
 
@@ -166,27 +183,19 @@ def test_experts_over_ranks(name: str, degrees: dict[str, int]):
 
 
 @pytest.mark.world_size(2, timeout_s=LIMIT_S)
-@ALL
-@pytest.mark.parametrize("method", ["ring", pytest.param("all_gather", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    ("name", "method"),
+    sample(
+        [(name, method) for name in CATALOGUE for method in ("ring", "all_gather")],
+        default=("ring",),
+        names=["qwen3 moe", "deepseek v3"],
+    ),
+)
 def test_parts_of_sequences(name: str, method: str):
     """Experts are shared by the same ranks."""
     experts = {"expert_parallel": 2} if name in MOE else {}
-    context = DeviceMeshParameters(context_parallel_shard=2, **experts).build()
-    split, single = causal_lm(name, False), causal_lm(name, False)
-    parallelize_decoder(context, split, WHOLE, context_method=method)
-    synchronizer = synchronized(split)
-    cut, ids = SequenceSharding.of(context), tokens(2, 8)
-    own = SequenceHeadShared(
-        sequence=SequenceShared(position_ids=cut.shard(sequence_of(ids).position_ids)),
-        head=SequenceCausalLMHeadShared(labels=cut.shard(lm_head_of(ids).labels)),
-    )
-    losses = split(SequenceInput(input_ids=cut.shard(ids)), own).cross_entropy
-    expected = losses_of(single, ids)
-    torch.testing.assert_close(losses, cut.shard(expected), **FP64)
-    losses.sum().backward()
-    expected.sum().backward()
-    synchronizer.wait()
-    assert_close_tree(named_full_gradients(split), named_full_gradients(single), **FP64)
+    params = DeviceMeshParameters(context_parallel_shard=2, **experts)
+    assert_mesh_equals_one_process(name, False, params, context_method=method)
 
 
 @pytest.mark.world_size(2)
@@ -200,6 +209,22 @@ def test_what_needs_whole_sequences():
     pooled = SequencePoolingHeadShared(pooling_mask=torch.ones(2, 4))
     with pytest.raises(NotImplementedError, match="ClassificationHead would pool the tokens of this rank only"):
         split.heads["classes"](torch.zeros(2, 4, HIDDEN), pooled)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.world_size(4, timeout_s=LIMIT_S)
+@ALL
+@pytest.mark.parametrize(
+    "degrees",
+    [
+        {"context_parallel_replicate": 2, "tensor_parallel": 2},
+        {"context_parallel_shard": 2, "tensor_parallel": 2, "expert_parallel": 2},
+        {"context_parallel_shard": 2, "data_parallel_shard": 2},
+    ],
+)
+def test_parts_of_sequences_and_more(name: str, degrees: dict[str, int]):
+    params = DeviceMeshParameters(**degrees)
+    assert_mesh_equals_one_process(name, True, params, sequence_parallel=True, context_order="contiguous")
 
 
 @ALL
@@ -311,3 +336,41 @@ def test_refusals():
     assert spec.hidden_states.shape == (2, 3, HIDDEN)
     with pytest.raises(ValueError, match="7 tokens are to be cut into 2 equal parts"):
         parts.stage_transfer_spec(SequenceInput(input_ids=tokens(2, 7)), StageBoundary.outgoing)
+
+
+@pytest.mark.world_size(4)
+@ALL
+@BOTH_TIES
+def test_files_into_a_mesh_and_out_of_it(name: str, tied: bool, tmp_path: Path):
+    """Every tensor of a Hugging Face checkpoint comes back bit by bit, through shards of split layers and experts."""
+    row, has_experts = CATALOGUE[name], name in MOE
+    context = DeviceMeshParameters(
+        data_parallel_shard=2, tensor_parallel=2, expert_parallel=2 if has_experts else 1
+    ).build()
+    single, split = causal_lm(name, tied).float(), DecoderForCausalLM(row.build(tied), WHOLE)
+    parallelize_decoder(context, split, WHOLE)
+    export = row.mapper(row.causal_lm.export, tied)
+    save_model_state(tmp_path / "source", export, single, show_progress=False)
+    load = row.mapper(row.causal_lm.load, tied)
+    load_model_state(tmp_path / "source", load, "cpu", split, show_progress=False, process_group=dist.group.WORLD)
+    assert_close_tree(named_full_parameters(split), named_full_parameters(single), rtol=0.0, atol=0.0)
+    save_model_state(tmp_path / "mesh", export, split, show_progress=False)
+    source, written = (load_file(tmp_path / folder / "model.safetensors") for folder in ("source", "mesh"))
+    assert_close_tree(written, source, rtol=0.0, atol=0.0)
+
+
+@pytest.mark.world_size(2)
+def test_stages_hand_on_what_they_say_in_mixed_precision():
+    """Layers compute in 16 bits, and the sum that passes from one to the next stays in 32."""
+    context = DeviceMeshParameters(data_parallel_shard=2).build()
+    stage = PipelineStageInfo(0, 2)
+    model = CATALOGUE["qwen3 moe"].build(False, stage)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
+    parallelize_decoder(context, model, stage, mp_policy=policy)
+    ids = tokens()
+    dtypes: list[torch.dtype] = []
+    model.decoder_layers[0].self_attn.register_forward_hook(lambda _, args, output: dtypes.append(output.dtype))
+    transfer = model(SequenceInput(input_ids=ids), sequence_of(ids))
+    spec = model.stage_transfer_spec(SequenceInput(input_ids=ids), StageBoundary.outgoing)
+    assert transfer.hidden_states.dtype == spec.hidden_states.dtype == torch.float32
+    assert dtypes == [torch.bfloat16]

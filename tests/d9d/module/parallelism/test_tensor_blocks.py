@@ -10,11 +10,12 @@ from torch.distributed.tensor.debug import CommDebugMode
 from d9d.core.dist_context import DENSE_DOMAIN, DeviceMeshParameters
 from d9d.core.placement import local_tensor
 from d9d.internals.grad_sync import GradientSynchronizer
-from d9d.module.block.attention import GroupedQueryAttention
+from d9d.module.block.attention import GroupedQueryAttention, MultiHeadLatentAttention
 from d9d.module.block.attention.sdpa import EagerSdpaBackendConfig, TorchSdpaBackendConfig
 from d9d.module.block.embedding import SplitTokenEmbeddings
 from d9d.module.block.ffn import SwiGLU
 from d9d.module.block.head import LM_IGNORE_INDEX, SequenceCausalLMHeadShared, SplitLanguageModellingHead
+from d9d.module.block.moe import MoELayer, SharedExpertParameters
 from d9d.module.block.normalization import RMSNorm
 from d9d.module.block.positional import RotaryEmbeddingStyle
 from d9d.module.parallelism.api import (
@@ -23,6 +24,8 @@ from d9d.module.parallelism.api import (
     parallelize_tensor_embedding,
     parallelize_tensor_ffn,
     parallelize_tensor_head,
+    parallelize_tensor_latent_attention,
+    parallelize_tensor_moe,
     parallelize_tensor_norm,
 )
 from d9d.module.parallelism.tensor_blocks import check_tensor_parallel_heads
@@ -147,6 +150,45 @@ def test_more_ranks_than_key_and_value_heads():
         parallelize_tensor_attention(split, tp_mesh(4))
     parallelize_tensor_attention(split, tp_mesh(4), replicate_kv_heads=True)
     assert_block_equals(split, single, False, None, positions())
+
+
+@pytest.mark.world_size(2)
+@BOTH
+@pytest.mark.parametrize("q_lora_rank", [None, 5])
+def test_latent_attention(sequence_parallel: bool, q_lora_rank: int | None):
+    split, single = (
+        prepared(
+            MultiHeadLatentAttention(HIDDEN, 4, 2, 4, 3, 5, q_lora_rank, 1e-6, True, RotaryEmbeddingStyle.INTERLEAVED)
+        )
+        for _ in range(2)
+    )
+    parallelize_tensor_latent_attention(split, tp_mesh(), sequence_parallel=sequence_parallel)
+    mask = random(BATCH, 4, TOKENS, TOKENS, seed=4) > -1.0
+    mask |= torch.eye(TOKENS, dtype=torch.bool)  # each token sees itself
+    assert_block_equals(split, single, sequence_parallel, mask, positions())
+    with pytest.raises(ValueError, match=r"3 query heads .* can not be shared evenly"):
+        parallelize_tensor_latent_attention(
+            MultiHeadLatentAttention(HIDDEN, 3, 2, 4, 3, 5, None, 1e-6, True, RotaryEmbeddingStyle.HALF), tp_mesh()
+        )
+
+
+@pytest.mark.world_size(2)
+@BOTH
+def test_mixture_of_experts(sequence_parallel: bool):
+    """Ranks compute alike for the experts that are chosen, whose parameters stay plain."""
+    params = SharedExpertParameters(intermediate_size=7, enable_gate=True)
+    split, single = (prepared(MoELayer(HIDDEN, 5, 4, 2, True, params)) for _ in range(2))
+    parallelize_tensor_moe(split, tp_mesh(), sequence_parallel=sequence_parallel)
+    states, grad = random(BATCH, TOKENS, HIDDEN), random(BATCH, TOKENS, HIDDEN, seed=2)
+    own, whole = own_tokens(states, sequence_parallel).requires_grad_(), states.requires_grad_()
+    output, expected = split(own), single(whole)
+    torch.testing.assert_close(output, own_tokens(expected, sequence_parallel), **FP64)
+    backward(output, grad, sequence_parallel)
+    expected.backward(grad)
+    torch.testing.assert_close(own.grad, own_tokens(whole.grad, sequence_parallel), **FP64)
+    assert_close_tree(named_full_gradients(split), named_full_gradients(single), **FP64)
+    assert torch.equal(split.tokens_per_expert, single.tokens_per_expert)
+    assert split.shared_expert.mlp.up_proj.weight.placements == (Shard(0),)
 
 
 def test_valid_degrees():

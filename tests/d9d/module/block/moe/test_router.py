@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from d9d.module.block.moe import TopKRouter
+from d9d.module.block.moe import ExpertGroupLimit, RouterScoring, RoutingParameters, TopKRouter
 from tests.d9d.module.block.oracles import FP64, EverythingInDouble
 
 # Softmax of log(x) is x over its sum.
@@ -86,3 +86,59 @@ def test_late_init():
     router.reset_parameters()
     assert router.gate.weight.isfinite().all()
     assert router.expert_bias.tolist() == [0.0] * 8
+
+
+def sigmoid_router(scores: list[float], top_k: int, **routing) -> tuple[TopKRouter, torch.Tensor]:
+    """A router whose only token has these scores."""
+    router = TopKRouter(
+        1, len(scores), top_k, True, routing=RoutingParameters(scoring=RouterScoring.sigmoid, **routing)
+    ).double()
+    with torch.no_grad():
+        router.gate.weight.copy_(torch.tensor(scores, dtype=torch.float64).logit().unsqueeze(1))
+    return router, torch.ones(1, 1, dtype=torch.float64)
+
+
+def test_sigmoids_are_scores_of_their_own():
+    router, x = sigmoid_router([0.9, 0.1, 0.6, 0.5], 2, scaling_factor=2.5)
+    routing = router(x)
+    assert routing.selected_expert_indices.tolist() == [[0, 2]]
+    expected = torch.tensor([[2.5 * 0.9 / 1.5, 2.5 * 0.6 / 1.5]], dtype=torch.float64)
+    torch.testing.assert_close(routing.selected_probabilities, expected, **FP64)
+
+
+def test_groups_that_a_token_chooses_from():
+    """Sums of the two best: 1.0, 1.1, 0.9. So the best expert of all is left out, and the best group has the next."""
+    scores = [0.95, 0.05, 0.01, 0.5, 0.6, 0.02, 0.45, 0.45, 0.3]
+    limit = ExpertGroupLimit(num_groups=3, num_selected_groups=1)
+    router, x = sigmoid_router(scores, 2, group_limit=limit)
+    assert router(x).selected_expert_indices.tolist() == [[4, 3]]
+    router, x = sigmoid_router(scores, 2, group_limit=ExpertGroupLimit(num_groups=3, num_selected_groups=2))
+    assert router(x).selected_expert_indices.tolist() == [[0, 4]]
+
+
+def test_logits_in_fp32():
+    """Weights of 16 bits, and a sum of which 16 bits would lose the small part."""
+    router = TopKRouter(2, 2, 1, False, routing=RoutingParameters(has_wide_logits=True)).bfloat16()
+    with torch.no_grad():
+        router.gate.weight.copy_(torch.tensor([[1.0, 0.0], [1.0, 2.0**-10]]))
+    x = torch.ones(1, 2, dtype=torch.bfloat16)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        routing = router(x)
+    assert routing.selected_expert_indices.tolist() == [[1]]
+    expected = torch.tensor([[2.0**-10]]).sigmoid()
+    torch.testing.assert_close(routing.selected_probabilities, expected, rtol=0.0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("limit", "message"),
+    [
+        ((3, 1), r"8 experts can not be cut into 3 equal groups of two or more. Set num_groups to one of \[1, 2, 4\]"),
+        ((8, 4), r"8 experts can not be cut into 8 equal groups"),
+        ((4, 1), r"can not choose 3 experts from 1 of 4 groups of 2. Set num_selected_groups between 2 and 4"),
+        ((4, 5), r"can not choose 3 experts from 5 of 4 groups"),
+    ],
+)
+def test_groups_must_fit(limit: tuple[int, int], message: str):
+    group_limit = ExpertGroupLimit(num_groups=limit[0], num_selected_groups=limit[1])
+    with pytest.raises(ValueError, match=message):
+        TopKRouter(6, 8, 3, True, routing=RoutingParameters(group_limit=group_limit))

@@ -1,0 +1,204 @@
+"""Weights of DeepSeek-V3 in Hugging Face's layout."""
+
+from d9d.model_state.mapper import ModelStateMapper
+from d9d.model_state.mapper.compose import ModelStateMapperParallel
+from d9d.model_state.mapper.leaf import ModelStateMapperRename
+from d9d.module.model.deepseek_v3.model import DeepSeekV3LayerParameters, DeepSeekV3Parameters
+from d9d.module.model.heads import SINGLE_HEAD_PREFIX
+from d9d.module.model.huggingface import (
+    LAYER_NORMS,
+    SWIGLU,
+    DecoderMapping,
+    ExpertsFormat,
+    map_experts,
+    map_same_names,
+)
+from d9d.pipelining.api import PipelineStageInfo
+
+__all__ = [
+    "mapper_from_huggingface_deepseek_v3",
+    "mapper_from_huggingface_deepseek_v3_for_causal_lm",
+    "mapper_from_huggingface_deepseek_v3_for_classification",
+    "mapper_from_huggingface_deepseek_v3_for_embedding",
+    "mapper_to_huggingface_deepseek_v3",
+    "mapper_to_huggingface_deepseek_v3_for_causal_lm",
+    "mapper_to_huggingface_deepseek_v3_for_classification",
+    "mapper_to_huggingface_deepseek_v3_for_embedding",
+]
+
+
+def _map_attention(has_low_rank_queries: bool) -> ModelStateMapper:
+    names = {"kv_a_proj_with_mqa": "kv_down_proj", "kv_a_layernorm": "kv_norm", "kv_b_proj": "kv_up_proj"}
+    if has_low_rank_queries:
+        names |= {"q_a_proj": "q_proj.down_proj", "q_a_layernorm": "q_proj.norm", "q_b_proj": "q_proj.up_proj"}
+    else:
+        names["q_proj"] = "q_proj"
+    names["o_proj"] = "o_proj"
+    return ModelStateMapperParallel(
+        [
+            ModelStateMapperRename(f"self_attn.{theirs}.weight", f"self_attn.{ours}.weight")
+            for theirs, ours in names.items()
+        ]
+    )
+
+
+def _map_mixture(params: DeepSeekV3LayerParameters, experts_format: ExpertsFormat) -> ModelStateMapper:
+    shared = [
+        ModelStateMapperRename(f"mlp.shared_experts.{name}.weight", f"mlp.shared_expert.mlp.{name}.weight")
+        for name in ("gate_proj", "up_proj", "down_proj")
+    ]
+    return ModelStateMapperParallel(
+        [
+            ModelStateMapperRename("mlp.gate.weight", "mlp.router.gate.weight"),
+            ModelStateMapperRename("mlp.gate.e_score_correction_bias", "mlp.router.expert_bias"),
+            map_experts(experts_format, params.num_experts, params.expert_intermediate_size),
+            *shared,
+        ]
+    )
+
+
+def _mapping(
+    params: DeepSeekV3Parameters, experts_format: ExpertsFormat, stage: PipelineStageInfo | None
+) -> DecoderMapping:
+    every_layer = [map_same_names(*LAYER_NORMS), _map_attention(params.layer.q_lora_rank is not None)]
+    dense = ModelStateMapperParallel([*every_layer, map_same_names(*SWIGLU)])
+    mixture = ModelStateMapperParallel([*every_layer, _map_mixture(params.layer, experts_format)])
+    return DecoderMapping(
+        params=params, map_layer=lambda index: dense if index < params.num_dense_layers else mixture, stage=stage
+    )
+
+
+def mapper_from_huggingface_deepseek_v3(
+    params: DeepSeekV3Parameters, experts_format: ExpertsFormat, *, stage: PipelineStageInfo | None = None
+) -> ModelStateMapper:
+    """Return the mapper from ``transformers.DeepseekV3Model`` to `DeepSeekV3Model`.
+
+    Args:
+        params: The whole model.
+        experts_format: How the files hold the experts.
+        stage: The pipeline stage that is loaded; None for the whole model.
+    """
+    return _mapping(params, experts_format, stage).backbone()
+
+
+def mapper_from_huggingface_deepseek_v3_for_causal_lm(
+    params: DeepSeekV3Parameters,
+    experts_format: ExpertsFormat,
+    *,
+    head_prefix: str = SINGLE_HEAD_PREFIX,
+    stage: PipelineStageInfo | None = None,
+) -> ModelStateMapper:
+    """Return the mapper from ``transformers.DeepseekV3ForCausalLM`` to `DecoderForCausalLM`.
+
+    Args:
+        params: The whole model.
+        experts_format: How the files hold the experts.
+        head_prefix: What names of the head begin with; ``heads.<name>.`` in `DecoderWithHeads`.
+        stage: The pipeline stage that is loaded; None for the whole model.
+    """
+    return _mapping(params, experts_format, stage).causal_lm(head_prefix)
+
+
+def mapper_from_huggingface_deepseek_v3_for_classification(
+    params: DeepSeekV3Parameters,
+    experts_format: ExpertsFormat,
+    *,
+    head_prefix: str = SINGLE_HEAD_PREFIX,
+    stage: PipelineStageInfo | None = None,
+) -> ModelStateMapper:
+    """Return the mapper from ``transformers.DeepseekV3ForSequenceClassification`` to `DecoderForClassification`.
+
+    Args:
+        params: The whole model.
+        experts_format: How the files hold the experts.
+        head_prefix: What names of the head begin with; ``heads.<name>.`` in `DecoderWithHeads`.
+        stage: The pipeline stage that is loaded; None for the whole model.
+    """
+    return _mapping(params, experts_format, stage).classification(head_prefix)
+
+
+def mapper_from_huggingface_deepseek_v3_for_embedding(
+    params: DeepSeekV3Parameters,
+    experts_format: ExpertsFormat,
+    *,
+    embedding_dim: int | None = None,
+    stage: PipelineStageInfo | None = None,
+) -> ModelStateMapper:
+    """Return the mapper from ``transformers.DeepseekV3Model`` to `DecoderForEmbedding`.
+
+    Args:
+        params: The whole model.
+        experts_format: How the files hold the experts.
+        embedding_dim: If the head has a projection whose weights the files have too, its size. None leaves it out: a
+            new projection then is named in ``keep`` of `load_model_state`.
+        stage: The pipeline stage that is loaded; None for the whole model.
+    """
+    return _mapping(params, experts_format, stage).embedding(embedding_dim)
+
+
+def mapper_to_huggingface_deepseek_v3(
+    params: DeepSeekV3Parameters, experts_format: ExpertsFormat, *, stage: PipelineStageInfo | None = None
+) -> ModelStateMapper:
+    """Return the mapper from `DeepSeekV3Model` to ``transformers.DeepseekV3Model``.
+
+    Args:
+        params: The whole model.
+        experts_format: How the files hold the experts.
+        stage: The pipeline stage that is exported; None for the whole model.
+    """
+    return _mapping(params, experts_format, stage).backbone().inverse()
+
+
+def mapper_to_huggingface_deepseek_v3_for_causal_lm(
+    params: DeepSeekV3Parameters,
+    experts_format: ExpertsFormat,
+    *,
+    head_prefix: str = SINGLE_HEAD_PREFIX,
+    stage: PipelineStageInfo | None = None,
+) -> ModelStateMapper:
+    """Return the mapper from `DecoderForCausalLM` to ``transformers.DeepseekV3ForCausalLM``.
+
+    Args:
+        params: The whole model. Tied weights are written once.
+        experts_format: How the files hold the experts.
+        head_prefix: What names of the head begin with; ``heads.<name>.`` in `DecoderWithHeads`.
+        stage: The pipeline stage that is exported; None for the whole model.
+    """
+    return _mapping(params, experts_format, stage).causal_lm_to_huggingface(head_prefix)
+
+
+def mapper_to_huggingface_deepseek_v3_for_classification(
+    params: DeepSeekV3Parameters,
+    experts_format: ExpertsFormat,
+    *,
+    head_prefix: str = SINGLE_HEAD_PREFIX,
+    stage: PipelineStageInfo | None = None,
+) -> ModelStateMapper:
+    """Return the mapper from `DecoderForClassification` to ``transformers.DeepseekV3ForSequenceClassification``.
+
+    Args:
+        params: The whole model.
+        experts_format: How the files hold the experts.
+        head_prefix: What names of the head begin with; ``heads.<name>.`` in `DecoderWithHeads`.
+        stage: The pipeline stage that is exported; None for the whole model.
+    """
+    return _mapping(params, experts_format, stage).classification(head_prefix).inverse()
+
+
+def mapper_to_huggingface_deepseek_v3_for_embedding(
+    params: DeepSeekV3Parameters,
+    experts_format: ExpertsFormat,
+    *,
+    embedding_dim: int | None = None,
+    stage: PipelineStageInfo | None = None,
+) -> ModelStateMapper:
+    """Return the mapper from `DecoderForEmbedding` to ``transformers.DeepseekV3Model``.
+
+    Args:
+        params: The whole model.
+        experts_format: How the files hold the experts.
+        embedding_dim: If the head has a projection, its size. Its weights are written under their own name, which
+            ``transformers`` does not expect and says so.
+        stage: The pipeline stage that is exported; None for the whole model.
+    """
+    return _mapping(params, experts_format, stage).embedding(embedding_dim).inverse()

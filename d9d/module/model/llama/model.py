@@ -1,0 +1,79 @@
+"""Llama 3, and models of its layout."""
+
+from pydantic import PositiveInt
+
+from d9d.module.block.ffn import SwiGLU
+from d9d.module.block.hidden_states_aggregator import HiddenStatesAggregationMode
+from d9d.module.block.positional import RotaryEmbeddingStyle
+from d9d.module.model.decoder import Decoder, DecoderLayer, build_grouped_query_attention
+from d9d.module.model.parameters import DecoderParameters, GroupedQueryLayerParameters
+from d9d.pipelining.api import PipelineStageInfo
+
+__all__ = ["LlamaLayer", "LlamaLayerParameters", "LlamaModel", "LlamaParameters"]
+
+_ROPE_STYLE = RotaryEmbeddingStyle.HALF
+
+
+class LlamaLayerParameters(GroupedQueryLayerParameters):
+    """Describes a layer."""
+
+    intermediate_size: PositiveInt
+    """Width between the projections of the feed-forward network."""
+
+
+class LlamaParameters(DecoderParameters):
+    """Describes a model."""
+
+    layer: LlamaLayerParameters
+    """Its layers, which are all alike."""
+
+
+class LlamaLayer(DecoderLayer):
+    """A layer of Llama: grouped-query attention and a SwiGLU.
+
+    Args:
+        params: Its sizes.
+    """
+
+    def __init__(self, params: LlamaLayerParameters) -> None:
+        super().__init__(
+            params.hidden_size,
+            params.rms_norm_eps,
+            build_grouped_query_attention(params, _ROPE_STYLE, has_query_key_norms=False),
+            SwiGLU(params.hidden_size, params.intermediate_size),
+        )
+
+
+class LlamaModel(Decoder):
+    """One stage of Llama without heads.
+
+    Context is stretched since Llama 3.1: `rope_scaling` of the kind ``llama3``.
+
+    Source:
+        https://arxiv.org/abs/2407.21783
+
+    Args:
+        params: The whole model.
+        stage: Which part of it this is.
+        hidden_states_snapshot_mode: What is kept of the outputs of each layer.
+        enable_checkpointing: Whether layers are computed again for their backward pass, instead of keeping activations.
+    """
+
+    def __init__(
+        self,
+        params: LlamaParameters,
+        stage: PipelineStageInfo,
+        hidden_states_snapshot_mode: HiddenStatesAggregationMode,
+        enable_checkpointing: bool,
+    ) -> None:
+        super().__init__(
+            params,
+            stage,
+            hidden_states_snapshot_mode,
+            enable_checkpointing,
+            hidden_size=params.layer.hidden_size,
+            norm_eps=params.layer.rms_norm_eps,
+            rope_dim=params.layer.head_dim,
+            rope_style=_ROPE_STYLE,
+            build_layer=lambda _: LlamaLayer(params.layer),
+        )
