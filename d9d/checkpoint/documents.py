@@ -7,6 +7,7 @@ one value, with its tensors beside it, and comes back as it was whatever the job
 """
 
 import dataclasses
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,9 +17,10 @@ from torch.distributed.tensor import DTensor
 
 from d9d.checkpoint.json_values import TensorReference
 
-__all__ = ["Document", "expanded", "filled", "with_room"]
+__all__ = ["Document", "document_key", "expanded", "filled", "with_room"]
 
-_VALUE, _TENSORS = "document", "tensors"
+_VALUE, _TENSORS = "#document", "#tensors"
+"""Keys of the parts of a document, which nobody else uses."""
 
 # `Any` in this module: states hold what their owners choose.
 
@@ -39,13 +41,13 @@ def with_room(state: Mapping[str, Any], metadata: Metadata) -> dict[str, Any]:
     """Return a state with room for the documents that a checkpoint holds, in the form in which they are saved."""
     saved: dict[str, dict[str, TensorStorageMetadata]] = {}
     for name, entry in metadata.state_dict_metadata.items():
-        key, _, number = name.rpartition(f".{_TENSORS}.")
-        if isinstance(entry, TensorStorageMetadata):
-            saved.setdefault(key, {})[number] = entry
+        key, mark, path = name.partition(f".{_TENSORS}.")
+        if mark and isinstance(entry, TensorStorageMetadata):
+            saved.setdefault(key, {})[path] = entry
 
     def room(key: str, document: Document) -> dict[str, Any]:
         own = _saved_form(document.value)[_TENSORS]
-        tensors = {number: _room(entry, own.get(number)) for number, entry in saved.get(key, {}).items()}
+        tensors = {path: _room(entry, own.get(path)) for path, entry in saved.get(key, {}).items()}
         return {_VALUE: None, _TENSORS: tensors}
 
     return _replacing_documents(state, room)
@@ -86,12 +88,11 @@ def _replacing_documents(
 def _saved_form(value: Any) -> dict[str, Any]:  # noqa: ANN401
     tensors: dict[str, torch.Tensor] = {}
 
-    def reference(leaf: Any) -> Any:  # noqa: ANN401
+    def reference(leaf: Any, path: str) -> Any:  # noqa: ANN401
         if not isinstance(leaf, torch.Tensor):
             return leaf
-        number = str(len(tensors))
-        tensors[number] = leaf
-        return TensorReference(number)
+        tensors[path] = leaf
+        return TensorReference(path)
 
     # In a tuple: PyTorch takes dictionaries apart, and leaves tuples whole.
     return {_VALUE: (_walked(value, reference),), _TENSORS: tensors}
@@ -100,21 +101,26 @@ def _saved_form(value: Any) -> dict[str, Any]:  # noqa: ANN401
 def _value_of(saved_form: Mapping[str, Any]) -> Any:  # noqa: ANN401
     tensors: dict[str, torch.Tensor] = saved_form[_TENSORS]
     (value,) = saved_form[_VALUE]
-    return _walked(value, lambda leaf: tensors[leaf.number] if isinstance(leaf, TensorReference) else leaf)
+    return _walked(value, lambda leaf, _: tensors[leaf.path] if isinstance(leaf, TensorReference) else leaf)
 
 
-def _walked(value: Any, leaf: Callable[[Any], Any]) -> Any:  # noqa: ANN401
-    match value:
-        case torch.Size():
-            return value
-        case list():
-            return [_walked(item, leaf) for item in value]
-        case tuple():
-            return tuple(_walked(item, leaf) for item in value)
-        case dict():
-            return {key: _walked(item, leaf) for key, item in value.items()}
-        case _:
-            return leaf(value)
+def _walked(value: Any, leaf: Callable[[Any, str], Any], path: str = "") -> Any:  # noqa: ANN401
+    """Replace leaves. A path has the keys and indices that lead to a leaf: the same on ranks that fill a dict in other orders."""
+    kind = type(value)
+    if kind in (list, tuple):
+        return kind(_walked(item, leaf, f"{path}/{index}") for index, item in enumerate(value))
+    if kind in (dict, OrderedDict):
+        return kind((key, _walked(item, leaf, f"{path}/{key!r}")) for key, item in value.items())
+    return leaf(value, path)
+
+
+def document_key(name: str) -> str | None:
+    """Return the key of the document that a saved name is a part of, if it is one."""
+    for part in (_VALUE, _TENSORS):
+        key, mark, rest = name.partition(f".{part}")
+        if mark and (rest == "" or rest.startswith(".")):
+            return key
+    return None
 
 
 def _room(saved: TensorStorageMetadata, own: torch.Tensor | None) -> torch.Tensor:

@@ -5,13 +5,13 @@ A checkpoint is written to ``save-<step>.partial``. Its commit record comes last
 every moment a process may be killed:
 
 - without a record the folder is a leftover, which nobody takes for a checkpoint, and which the next save removes;
-- with a record but without its name it is complete, and `CheckpointFolder.recover` gives it the name;
-- a checkpoint that goes loses its record first.
+- with a record but without its name it is complete, and `CheckpointFolder.recover` gives it the name, in place of an older
+  one of the same step;
+- a checkpoint that goes loses its name first.
 
 One process does all this, rank 0, and tells the others.
 """
 
-import contextlib
 import dataclasses
 import logging
 import os
@@ -26,8 +26,8 @@ from d9d.checkpoint.writer import sync_folder
 
 __all__ = ["CheckpointFolder", "Probe", "SavedCheckpoint", "ignore_points"]
 
-_NAME = re.compile(r"save-([0-9]+)")
-_OTHER_NAMES = re.compile(r"save-[0-9]+\.(partial|replaced|removed)")
+_NAME = re.compile(r"save-(0|[1-9][0-9]*)")
+_OTHER_NAMES = re.compile(r"save-(0|[1-9][0-9]*)\.(partial|replaced|removed)")
 
 Probe = Callable[[str], None]
 """Called at each point of a save, by name: for tests that stop a process there."""
@@ -39,14 +39,16 @@ def ignore_points(point: str) -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SavedCheckpoint:
-    """A complete checkpoint."""
+    """A checkpoint that was complete once."""
 
     step: int
     """Step after which it was written."""
     path: Path
     """Its folder."""
-    record: CommitRecord
-    """What its files must be."""
+    record: CommitRecord | None
+    """What its files must be; None if the record is damaged."""
+    damage: str = ""
+    """What is wrong with the record."""
 
 
 @final
@@ -61,19 +63,26 @@ class CheckpointFolder:
 
     def __init__(self, path: Path, logger: logging.Logger, probe: Probe = ignore_points) -> None:
         self.path = path
-        self._logger = logger
+        self.logger = logger
+        """Where to tell what was left alone or went wrong."""
         self._probe = probe
+        self._told: set[Path] = set()
 
     def begin(self, step: int) -> Path:
         """Make an empty folder to write a checkpoint to, and remove what other saves have left.
 
         Raises:
-            OSError: If that fails.
+            OSError: If that fails, or something else has the name of the checkpoint.
         """
-        self.path.mkdir(parents=True, exist_ok=True)
+        if not self.path.is_dir():
+            self.path.mkdir(parents=True, exist_ok=True)
+            sync_folder(self.path.parent)
+        self.recover()
         for leftover in self._real_folders(_OTHER_NAMES):
             shutil.rmtree(leftover, ignore_errors=True)
-        partial = self.partial_path(step)
+        final_path, partial = self.final_path(step), self.partial_path(step)
+        if final_path.is_symlink() or (final_path.exists() and not final_path.is_dir()):
+            raise FileExistsError(f"{final_path} is no folder. Remove what has the name of the checkpoint.")
         partial.mkdir()
         return partial
 
@@ -92,52 +101,76 @@ class CheckpointFolder:
             Its folder.
 
         Raises:
-            OSError: If that fails.
+            OSError: If that fails, or files are not there.
         """
-        partial, final_path = self.partial_path(record.step), self.final_path(record.step)
+        partial = self.partial_path(record.step)
+        if problems := record.size_problems(partial):
+            raise OSError(f"{'; '.join(problems[:3])}. Is {self.path} on a file system that all ranks share?")
         self._probe("before_commit")
+        sync_folder(partial)
         _write_record(partial, record)
         self._probe("after_record")
-        replaced = final_path.with_name(f"{final_path.name}.replaced")
+        self._give_name(partial)
+        self._probe("after_commit")
+        return self.final_path(record.step)
+
+    def _give_name(self, partial: Path) -> None:
+        """Give a checkpoint with a record its name. Whatever is killed here, `recover` does the rest."""
+        final_path = partial.with_suffix("")
+        replaced = final_path.with_suffix(".replaced")
         if final_path.exists():
+            shutil.rmtree(replaced, ignore_errors=True)
             final_path.rename(replaced)
         partial.rename(final_path)
         sync_folder(self.path)
-        self._probe("after_commit")
         shutil.rmtree(replaced, ignore_errors=True)
-        return final_path
 
     def recover(self) -> None:
         """Give checkpoints that are complete their names, where a save was killed before it could.
 
         Call it before the first look at a folder, where no save is in progress.
+
+        Raises:
+            OSError: If one cannot be renamed.
         """
         for path in self._real_folders(_OTHER_NAMES):
-            final_path = path.with_suffix("")
-            if path.suffix in (".partial", ".replaced") and not final_path.exists():
-                with contextlib.suppress(OSError, ValueError):
-                    CommitRecord.read(path)
-                    path.rename(final_path)
+            if path.suffix == ".partial" and _has_record(path):
+                self._give_name(path)
+            elif path.suffix == ".replaced" and _has_record(path) and not path.with_suffix("").exists():
+                path.rename(path.with_suffix(""))
 
     def complete(self) -> list[SavedCheckpoint]:
-        """Return the complete checkpoints, oldest step first. Their files may be damaged all the same."""
+        """Return the complete checkpoints, oldest step first. Records and files may have been damaged since."""
         found: list[SavedCheckpoint] = []
         for path in self._real_folders(_NAME):
-            match = _NAME.fullmatch(path.name)
-            assert match is not None  # by this name it was found
+            step = int(path.name.removeprefix("save-"))
             try:
                 record = CommitRecord.read(path)
-            except (OSError, ValueError) as error:
-                self._logger.warning("%s is left alone, it is no complete checkpoint: %s", path, error)
+            except FileNotFoundError:
+                if path not in self._told:
+                    self.logger.warning("%s is left alone: it has no commit record, so it is no checkpoint", path)
+                self._told.add(path)
                 continue
-            found.append(SavedCheckpoint(step=int(match.group(1)), path=path, record=record))
+            except (OSError, ValueError) as error:
+                found.append(SavedCheckpoint(step=step, path=path, record=None, damage=str(error)))
+                continue
+            if record.step != step:
+                damage = f"{path} was written as the checkpoint of step {record.step}, and has another name"
+                found.append(SavedCheckpoint(step=step, path=path, record=None, damage=damage))
+            else:
+                found.append(SavedCheckpoint(step=step, path=path, record=record))
         return sorted(found, key=lambda saved: saved.step)
 
-    def purge(self, num_to_keep: int | None, *, keep_every_steps: int | None = None, keep: Sequence[int] = ()) -> None:
-        """Remove old checkpoints, never the newest. What cannot be removed is told and left.
+    def purge(
+        self, step: int, num_to_keep: int | None, *, keep_every_steps: int | None = None, keep: Sequence[int] = ()
+    ) -> None:
+        """Remove old checkpoints after a new one. What cannot be removed is told and left.
+
+        Later ones, which a run has that went back to an older checkpoint, and damaged ones are neither removed nor counted.
 
         Args:
-            num_to_keep: Newest ones to keep, at least 1; None keeps all.
+            step: Step of the new one, which stays.
+            num_to_keep: Newest ones to keep, with the new one, at least 1; None keeps all.
             keep_every_steps: Those whose step is a multiple of it are kept, and not counted.
             keep: Steps whose checkpoints are kept, and not counted.
         """
@@ -149,13 +182,25 @@ class CheckpointFolder:
         old = [
             saved
             for saved in self.complete()
-            if saved.step not in keep and (keep_every_steps is None or saved.step % keep_every_steps != 0)
+            if saved.record is not None
+            and saved.step < step
+            and saved.step not in keep
+            and (keep_every_steps is None or saved.step % keep_every_steps != 0)
         ]
-        for saved in old[:-num_to_keep]:
+        is_counted = step not in keep and (keep_every_steps is None or step % keep_every_steps != 0)
+        num_others = num_to_keep - 1 if is_counted else num_to_keep
+        for saved in old[: len(old) - num_others]:
             try:
-                _remove(saved.path)
+                self._remove(saved.path)
             except OSError as error:
-                self._logger.warning("could not remove the old checkpoint %s: %s", saved.path, error)
+                self.logger.warning("could not remove the old checkpoint %s: %s", saved.path, error)
+
+    def _remove(self, path: Path) -> None:
+        removed = path.with_suffix(".removed")
+        shutil.rmtree(removed, ignore_errors=True)
+        path.rename(removed)
+        sync_folder(self.path)
+        shutil.rmtree(removed)
 
     def _real_folders(self, pattern: re.Pattern[str]) -> list[Path]:
         """Return folders, not links to some, whose whole name fits."""
@@ -178,8 +223,9 @@ def _write_record(folder: Path, record: CommitRecord) -> None:
     sync_folder(folder)
 
 
-def _remove(folder: Path) -> None:
-    (folder / RECORD_NAME).unlink()
-    removed = folder.with_name(f"{folder.name}.removed")
-    folder.rename(removed)
-    shutil.rmtree(removed)
+def _has_record(folder: Path) -> bool:
+    try:
+        CommitRecord.read(folder)
+    except (OSError, ValueError):
+        return False
+    return True

@@ -3,6 +3,7 @@
 import dataclasses
 import fnmatch
 import logging
+import math
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,13 +12,15 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from d9d.checkpoint.folder import CheckpointFolder
+from d9d.checkpoint.folder import CheckpointFolder, SavedCheckpoint
+from d9d.checkpoint.json_values import to_json
 from d9d.checkpoint.load import read_flat, read_metadata, verify_checkpoint
-from d9d.checkpoint.record import RECORD_NAME, CommitRecord
+from d9d.checkpoint.record import RECORD_NAME
 
 __all__ = ["Difference", "describe_checkpoint", "differences", "is_checkpoint", "list_checkpoints", "verify_folder"]
 
 _MAX_VALUE_CHARS = 80
+_QUIET = logging.getLogger(__name__)
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -27,30 +30,29 @@ def is_checkpoint(path: Path) -> bool:
 
 def list_checkpoints(folder: Path) -> list[str]:
     """Return a line for each checkpoint of a folder, oldest first, and one for each thing that is none."""
-    complete = {saved.path: saved for saved in CheckpointFolder(folder, logging.getLogger(__name__)).complete()}
-    lines = [
-        f"{path.name:16} step {saved.step:>9,}  {_size(saved.record.size_bytes):>9}  {saved.record.num_ranks:>5} ranks  "
-        f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime((path / RECORD_NAME).stat().st_mtime))}"
-        for path, saved in complete.items()
-    ]
-    others = [path.name for path in sorted(folder.iterdir()) if path.is_dir() and path not in complete]
+    saved = CheckpointFolder(folder, _QUIET).complete()
+    lines = [_line(checkpoint) for checkpoint in saved]
+    paths = {checkpoint.path for checkpoint in saved}
+    others = [path.name for path in sorted(folder.iterdir()) if path.is_dir() and path not in paths]
     return lines + [f"{name:16} no complete checkpoint" for name in others if name.startswith("save-")]
+
+
+def _line(saved: SavedCheckpoint) -> str:
+    if saved.record is None:
+        return f"{saved.path.name:16} damaged: {saved.damage}"
+    written = time.localtime((saved.path / RECORD_NAME).stat().st_mtime)
+    return (
+        f"{saved.path.name:16} step {saved.step:>9,}  {_size(saved.record.size_bytes):>9}  {saved.record.num_ranks:>5} ranks  "
+        f"{time.strftime('%Y-%m-%d %H:%M:%S', written)}"
+    )
 
 
 def verify_folder(path: Path) -> Iterator[tuple[Path, list[str]]]:
     """Read the files of a checkpoint, or of all in a folder, and yield what is wrong with each, oldest first."""
-    if is_checkpoint(path):
-        yield path, _problems(path)
-        return
-    for saved in CheckpointFolder(path, logging.getLogger(__name__)).complete():
-        yield saved.path, _problems(saved.path)
-
-
-def _problems(path: Path) -> list[str]:
-    try:
-        return verify_checkpoint(path, CommitRecord.read(path))
-    except (OSError, ValueError) as error:
-        return [str(error)]
+    folder = path.parent if is_checkpoint(path) else path
+    for saved in CheckpointFolder(folder, _QUIET).complete():
+        if folder is path or saved.path.name == path.name:
+            yield folder / saved.path.name, verify_checkpoint(saved)
 
 
 def describe_checkpoint(path: Path, pattern: str = "*") -> list[str]:
@@ -69,8 +71,7 @@ def describe_checkpoint(path: Path, pattern: str = "*") -> list[str]:
             num_bytes = entry.size.numel() * entry.properties.dtype.itemsize
             lines.append(f"{name}  {dtype} {list(entry.size)}  {_size(num_bytes)}{parts}")
         else:
-            text = repr(_read(path, metadata, name))
-            lines.append(f"{name}  = {text[:_MAX_VALUE_CHARS]}{'...' if len(text) > _MAX_VALUE_CHARS else ''}")
+            lines.append(f"{name}  = {_short(_read(path, metadata, name))}")
     return lines
 
 
@@ -104,21 +105,35 @@ def differences(first: Path, second: Path, pattern: str = "*") -> Iterator[Diffe
 # Any in this section: a checkpoint holds tensors, and values of all kinds.
 def _difference(one: Any, other: Any) -> str | None:  # noqa: ANN401
     if not (isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)):
-        return None if type(one) is type(other) and repr(one) == repr(other) else f"{one!r} and {other!r}"
+        is_same = not isinstance(one, torch.Tensor) and not isinstance(other, torch.Tensor)
+        return None if is_same and to_json(one, "") == to_json(other, "") else f"{_short(one)} and {_short(other)}"
     if (one.shape, one.dtype) != (other.shape, other.dtype):
         return f"{one.dtype} {list(one.shape)} and {other.dtype} {list(other.shape)}"
-    bits = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)]
-    if torch.equal(*bits):
+    differs = (_bytes_of(one) != _bytes_of(other)).any(-1)
+    num_different = int(differs.sum())
+    if num_different == 0:
         return None
-    distance = (one.double() - other.double()).abs()
-    num_other = int((distance != 0).sum())
-    return f"{num_other:,} of {one.numel():,} elements differ, by up to {float(distance.max()):.3g}"
+    text = f"{num_different:,} of {one.numel():,} elements differ"
+    if not one.dtype.is_floating_point:
+        return text
+    distances = (one.double() - other.double()).abs().reshape(-1)[differs]
+    return f"{text}, by up to {float(distances.nan_to_num(nan=math.inf).max()):.3g}"
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of each element, so that nothing is rounded and NaN equals NaN."""
+    return tensor.contiguous().reshape(-1, 1).view(torch.uint8)
 
 
 def _read(path: Path, metadata: Metadata, name: str) -> Any:  # noqa: ANN401
     entry = metadata.state_dict_metadata[name]
     room = torch.empty(entry.size, dtype=entry.properties.dtype) if isinstance(entry, TensorStorageMetadata) else None
     return read_flat(path, {name: room}, metadata)[name]
+
+
+def _short(value: object) -> str:
+    text = "a tensor" if isinstance(value, torch.Tensor) else repr(value)
+    return text if len(text) <= _MAX_VALUE_CHARS else f"{text[:_MAX_VALUE_CHARS]}..."
 
 
 def _size(num_bytes: int) -> str:

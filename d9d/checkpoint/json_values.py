@@ -8,29 +8,35 @@ import base64
 import dataclasses
 import json
 import math
+from collections import OrderedDict
+from collections.abc import Iterable
 from typing import TypeAlias, cast
 
 import numpy as np
 import torch
 
-__all__ = ["TensorReference", "Value", "from_json", "to_json"]
+__all__ = ["DTYPES", "TensorReference", "Value", "from_json", "to_json"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TensorReference:
     """Stands for a tensor that is saved beside the value, see [Note: documents]."""
 
-    number: str
+    path: str
+    """Where the tensor is in the value."""
 
 
 # `object`: a recursive type of all that can be saved would be longer than its checks.
 Value: TypeAlias = object
 """What `to_json` takes: None, booleans, numbers, strings, bytes, dtypes, sizes, NumPy arrays of numbers, `TensorReference`, and
-lists, tuples, sets and dictionaries of them. NumPy numbers are read as arrays without dimensions are: as NumPy numbers."""
+lists, tuples, sets, dictionaries and ordered ones of them."""
 _Json: TypeAlias = "bool | int | float | str | list[_Json] | dict[str, _Json] | None"
 
 _MARK = "!"
-_DTYPES = {str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+_NUMPY_KINDS = "biuf"
+"""Booleans, integers and floats."""
+DTYPES = {str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+"""All dtypes, by name."""
 
 
 def to_json(value: Value, name: str) -> bytes:
@@ -58,52 +64,64 @@ def from_json(text: bytes, name: str) -> Value:
         raise ValueError(f"{name} does not hold a value that was saved as JSON: {error}") from error
 
 
+# Exact types: what derives from one of them (named tuples, enumerations, masked arrays) would come back as something else.
 def _encoded(value: object, name: str) -> _Json:
-    match value:
-        case torch.Size():  # a tuple too
-            return {"!size": list(value)}
-        case list():
-            return [_encoded(item, f"{name}[{index}]") for index, item in enumerate(value)]
-        case tuple():
-            return {"!tuple": [_encoded(item, f"{name}[{index}]") for index, item in enumerate(value)]}
-        case set():
-            # In an order that is the same in every process: two savings of one state give the same bytes.
-            return {"!set": sorted((_encoded(item, name) for item in value), key=json.dumps)}
-        case dict():
-            return _encoded_dict(value, name)
-        case _:
-            return _encoded_leaf(value, name)
+    kind = type(value)
+    if kind is torch.Size:
+        return {"!size": list(cast(torch.Size, value))}
+    if kind is list:
+        return _encoded_items(cast(list[object], value), name)
+    if kind is tuple:
+        return {"!tuple": _encoded_items(cast(tuple[object, ...], value), name)}
+    if kind is set:
+        # In an order that is the same in every process: two savings of one state give the same bytes.
+        return {"!set": sorted((_encoded(item, name) for item in cast(set[object], value)), key=json.dumps)}
+    if kind is dict:
+        return _encoded_dict(cast(dict[object, object], value), name)
+    if kind is OrderedDict:
+        return {"!ordered": _encoded_pairs(cast(dict[object, object], value), name)}
+    return _encoded_leaf(value, name)
+
+
+def _encoded_items(items: Iterable[object], name: str) -> list[_Json]:
+    return [_encoded(item, f"{name}[{index}]") for index, item in enumerate(items)]
 
 
 def _encoded_leaf(value: object, name: str) -> _Json:
     match value:
-        case np.ndarray() | np.generic() if value.dtype.kind in "biuf":
+        case np.ndarray() | np.generic() if value.dtype.kind in _NUMPY_KINDS and not isinstance(
+            value, np.ma.MaskedArray
+        ):
             content = base64.b64encode(np.ascontiguousarray(value).tobytes()).decode()
             return {"!numpy": [isinstance(value, np.generic), value.dtype.str, list(np.shape(value)), content]}
-        case None | bool() | str():
+        case None:
+            return None
+        case bool() | int() | str() if type(value) in (bool, int, str):
             return value
-        case int():
-            return int(value)
-        case float():
-            return float(value) if math.isfinite(value) else {"!float": repr(float(value))}
-        case bytes():
+        case float() if type(value) is float:
+            return value if math.isfinite(value) else {"!float": repr(value)}
+        case bytes() if type(value) is bytes:
             return {"!bytes": base64.b64encode(value).decode()}
         case torch.dtype():
             return {"!dtype": str(value).removeprefix("torch.")}
         case TensorReference():
-            return {"!tensor": value.number}
+            return {"!tensor": value.path}
         case _:
             raise TypeError(
                 f"a checkpoint cannot hold {name}, of type {type(value).__module__}.{type(value).__qualname__}: nothing is "
                 f"pickled. Make state_dict() return tensors, arrays, numbers, strings, bytes, and lists, tuples, sets or "
-                f"dictionaries of them."
+                f"dictionaries of them; wrap one whose form is not known beforehand in d9d.checkpoint.Document."
             )
 
 
 def _encoded_dict(value: dict[object, object], name: str) -> _Json:
     if all(type(key) is str and not key.startswith(_MARK) for key in value):
         return {cast(str, key): _encoded(item, f"{name}.{key}") for key, item in value.items()}
-    return {"!dict": [[_encoded(key, name), _encoded(item, f"{name}.{key}")] for key, item in value.items()]}
+    return {"!dict": _encoded_pairs(value, name)}
+
+
+def _encoded_pairs(value: dict[object, object], name: str) -> list[_Json]:
+    return [[_encoded(key, name), _encoded(item, f"{name}.{key}")] for key, item in value.items()]
 
 
 def _decoded(value: _Json) -> Value:
@@ -131,14 +149,21 @@ def _decoded_marked(mark: str, content: _Json) -> Value:
             return {_decoded(item) for item in content}
         case "!tensor", str():
             return TensorReference(content)
-        case "!numpy", [bool(is_number), str(dtype), list(shape), str(data)]:
-            array = np.frombuffer(base64.b64decode(data, validate=True), dtype).reshape(cast(list[int], shape))
-            return array[()] if is_number else array.copy()
-        case "!dict", list():
-            return {_decoded(key): _decoded(item) for key, item in cast(list[tuple[_Json, _Json]], content)}
-        case "!bytes", str():
-            return base64.b64decode(content, validate=True)
-        case "!dtype", str():
-            return _DTYPES[content]
+        case "!numpy", list():
+            return _decoded_array(content)
+        case "!dict" | "!ordered", list():
+            pairs = [(_decoded(key), _decoded(item)) for key, item in cast(list[tuple[_Json, _Json]], content)]
+            return dict(pairs) if mark == "!dict" else OrderedDict(pairs)
+        case "!bytes" | "!dtype", str():
+            return base64.b64decode(content, validate=True) if mark == "!bytes" else DTYPES[content]
         case _:
             raise ValueError(f"unknown mark {mark}")
+
+
+def _decoded_array(content: list[_Json]) -> Value:
+    match content:
+        case [bool(is_number), str(dtype), list(shape), str(data)] if np.dtype(dtype).kind in _NUMPY_KINDS:
+            array = np.frombuffer(base64.b64decode(data, validate=True), dtype).reshape(cast(list[int], shape))
+            return array[()] if is_number else array.copy()
+        case _:
+            raise ValueError("an array of another kind")

@@ -14,7 +14,6 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from d9d.checkpoint.documents import filled, with_room
 from d9d.checkpoint.folder import CheckpointFolder, SavedCheckpoint
 from d9d.checkpoint.planners import ValuesAsJsonLoadPlanner
-from d9d.checkpoint.record import CommitRecord
 from d9d.checkpoint.safe_reader import SafeReader
 from d9d.core.participants import Participants
 
@@ -48,19 +47,22 @@ def find_checkpoint(
     Raises:
         ValueError: If the newest is damaged, or with ``fallback`` all are; it names the files and the next older one.
     """
+    complete: list[SavedCheckpoint] = []
     with participants.failing_together():
-        complete = folder.complete() if participants.rank == 0 else []
+        if participants.rank == 0:
+            folder.recover()
+            complete = folder.complete()
     complete = participants.gather(complete)[0]
     damage: list[str] = []
     for index, saved in enumerate(reversed(complete)):
         if saved == verified:
             return saved
-        problems = verify_checkpoint(saved.path, saved.record, participants)
+        problems = verify_checkpoint(saved, participants)
         if not problems:
             return saved
         damage += problems
-        older = complete[len(complete) - 2 - index] if index + 1 < len(complete) else None
-        if on_corrupt == "raise" or older is None:
+        has_older = index + 1 < len(complete)
+        if on_corrupt == "raise" or not has_older:
             break
         if participants.rank == 0:
             logger.warning("passing over %s: %s", saved.path, "; ".join(problems[:_NUM_SHOWN]))
@@ -75,19 +77,21 @@ def find_checkpoint(
     raise ValueError(f"the newest checkpoint {complete[-1].path} is damaged:{text}\n{mend}.")
 
 
-def verify_checkpoint(path: Path, record: CommitRecord, participants: Participants | None = None) -> list[str]:
-    """Return what is wrong with the files of a checkpoint. All ranks must call it; reads all files, each on one rank.
+def verify_checkpoint(saved: SavedCheckpoint, participants: Participants | None = None) -> list[str]:
+    """Return what is wrong with a checkpoint. All ranks must call it; reads all files, each on one rank.
 
     Args:
-        path: Folder of the checkpoint.
-        record: Its commit record.
+        saved: The checkpoint.
         participants: The ranks; by default this process alone.
     """
     participants = participants or Participants()
-    problems = record.size_problems(path)
+    if saved.record is None:
+        return [saved.damage]
+    problems = saved.record.size_problems(saved.path)
     if not any(participants.gather(bool(problems))):
-        by_size = sorted(record.files, key=lambda name: record.files[name].size_bytes, reverse=True)
-        problems = record.content_problems(path, by_size[participants.rank :: participants.size])
+        files = saved.record.files
+        by_size = sorted(files, key=lambda name: files[name].size_bytes, reverse=True)
+        problems = saved.record.content_problems(saved.path, by_size[participants.rank :: participants.size])
     of_all = [problem for of_rank in participants.gather(problems) for problem in of_rank]
     return list(dict.fromkeys(of_all))
 
@@ -129,9 +133,8 @@ def load_state(
     participants = Participants([] if group is None else [group])
     with participants.failing_together():
         metadata = read_metadata(path)
-    saved_form = with_room(state, metadata)
-    flat, _ = flatten_state_dict(saved_form)
-    with participants.failing_together():
+        saved_form = with_room(state, metadata)
+        flat, _ = flatten_state_dict(saved_form)
         problems = _misfits(flat, metadata)
         if problems:
             raise ValueError(_text(path, problems))

@@ -1,13 +1,15 @@
 """What each rank writes and reads of a checkpoint, with values that are no tensors as JSON."""
 
+import dataclasses
 import io
 from typing import Any, cast
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.planner import ReadItem, WriteItem, WriteItemType
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import ReadItem, SavePlan, WriteItem, WriteItemType
 
+from d9d.checkpoint.documents import document_key
 from d9d.checkpoint.json_values import Value, from_json, to_json
 
 __all__ = ["ValuesAsJsonLoadPlanner", "ValuesAsJsonSavePlanner"]
@@ -48,6 +50,10 @@ class ValuesAsJsonSavePlanner(DefaultSavePlanner):
         buffers.update(kept)
         self._copies = copies
 
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """Decide which rank writes what. The first rank calls it."""
+        return super().create_global_plan(_documents_of_first(all_plans))
+
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
         """Return what an item writes: its copy if there are copies."""
         return super().resolve_data(write_item) if self._copies is None else self._copies[write_item.index]
@@ -63,10 +69,31 @@ class ValuesAsJsonSavePlanner(DefaultSavePlanner):
 def _copied(tensor: torch.Tensor, buffer: torch.Tensor | None) -> torch.Tensor:
     """Copy a tensor to the host, with the strides that writing it directly would give the file."""
     is_on_host = tensor.device.type == "cpu"
-    fits = buffer is not None and (buffer.shape, buffer.dtype) == (tensor.shape, tensor.dtype)
+    fits = buffer is not None and _layout(buffer) == _layout(tensor)
     if buffer is None or not fits:
         buffer = torch.empty_like(tensor, device="cpu", pin_memory=not is_on_host)
     return buffer.copy_(tensor, non_blocking=not is_on_host)
+
+
+def _layout(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype, tuple[int, ...]]:
+    return tensor.shape, tensor.dtype, tensor.stride()
+
+
+def _documents_of_first(plans: list[SavePlan]) -> list[SavePlan]:
+    """Leave each document to the first rank that has it: parts of several ranks would not be one value.
+
+    Parts of DTensors stay where they are.
+    """
+    first: dict[str, int] = {}
+    kept: list[SavePlan] = []
+    for rank, plan in enumerate(plans):
+        items: list[WriteItem] = []
+        for item in plan.items:
+            key = document_key(item.index.fqn)
+            if key is None or item.type is WriteItemType.SHARD or first.setdefault(key, rank) == rank:
+                items.append(item)
+        kept.append(dataclasses.replace(plan, items=items))
+    return kept
 
 
 class ValuesAsJsonLoadPlanner(DefaultLoadPlanner):

@@ -6,6 +6,7 @@ It is written last, by one rank, when all files are on the disk. A folder withou
 import dataclasses
 import hashlib
 import json
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -71,7 +72,7 @@ class CommitRecord:
             if rest or hashlib.sha256(text.encode()).hexdigest() != digest:
                 raise ValueError("its digest is another one")
             record = cls._parse(json.loads(text))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
             raise ValueError(f"{path} is damaged: {error}") from error
         return record
 
@@ -93,10 +94,18 @@ class CommitRecord:
         problems: list[str] = []
         for name, digest in self.files.items():
             path = folder / name
-            if path.is_symlink() or not path.is_file():
+            try:
+                found = path.lstat()
+            except FileNotFoundError:
                 problems.append(f"{path} is missing")
-            elif (size := path.stat().st_size) != digest.size_bytes:
-                problems.append(f"{path} has {size} bytes, and {digest.size_bytes} were written")
+                continue
+            except OSError as error:
+                problems.append(f"{path} cannot be looked at: {error.strerror or error}")
+                continue
+            if not stat.S_ISREG(found.st_mode):
+                problems.append(f"{path} is missing: a link or the like has its name")
+            elif found.st_size != digest.size_bytes:
+                problems.append(f"{path} has {found.st_size} bytes, and {digest.size_bytes} were written")
         return problems
 
     def content_problems(self, folder: Path, names: list[str]) -> list[str]:

@@ -1,50 +1,57 @@
-"""Reads a checkpoint in PyTorch's distributed format without running code from its files.
+"""Reads a checkpoint in PyTorch's distributed format without unpickling anything but tensors.
 
 [Note: no code from files]
 PyTorch pickles two things in a distributed checkpoint: what tensors there are (``.metadata``) and all values that are not
-tensors. Unpickling runs whatever a file asks for. Here the first is read by an unpickler that knows the classes of such
-metadata and nothing else, and the second is JSON (`d9d.checkpoint.planners`). Tensors are read by ``torch.load`` with
-``weights_only``, which no environment variable can change.
+tensors. Unpickling runs whatever a file asks for. Here the first is read from a second file with the same content as JSON,
+``.metadata`` is written for PyTorch's own tools only, and the second is JSON (`d9d.checkpoint.planners`). Tensors are read by
+``torch.load`` with ``weights_only``, which no environment variable can change.
 """
 
-import pickle
+import json
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch.distributed.checkpoint import filesystem
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.filesystem import (
+    _StorageInfo,  # pyright: ignore[reportPrivateUsage]  # what the reader of PyTorch takes (2.11 to 2.14)
+)
+from torch.distributed.checkpoint.metadata import (
+    STORAGE_TYPES,
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
+from d9d.checkpoint.json_values import DTYPES
 from d9d.checkpoint.record import is_plain_name
 
-__all__ = ["METADATA_NAME", "SafeReader"]
+__all__ = ["MANIFEST_NAME", "SafeReader", "manifest_of"]
 
-METADATA_NAME = ".metadata"
+MANIFEST_NAME = "tensors.json"
 """File that tells which part of which tensor is where."""
 
-_ALLOWED = {
-    ("torch.distributed.checkpoint.metadata", name)
-    for name in (
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
-    )
-} | {
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    ("torch", "Size"),
-    ("torch.serialization", "_get_layout"),
-    ("collections", "OrderedDict"),
-    ("pathlib", "PosixPath"),  # PyTorch notes where it has written to
-    ("pathlib._local", "PosixPath"),  # its name in Python 3.13
-}
-_ALLOWED_TORCH_VALUES = {
-    str(value).removeprefix("torch.") for value in vars(torch).values() if isinstance(value, torch.dtype)
-}
+# Any in this module: JSON.
+
+
+def manifest_of(metadata: Metadata) -> bytes:
+    """Return the content of the manifest."""
+    entries: dict[str, Any] = {}
+    for name, entry in metadata.state_dict_metadata.items():
+        if isinstance(entry, TensorStorageMetadata):
+            dtype = str(entry.properties.dtype).removeprefix("torch.")
+            chunks = [[list(chunk.offsets), list(chunk.sizes)] for chunk in entry.chunks]
+            entries[name] = {"dtype": dtype, "shape": list(entry.size), "chunks": chunks}
+        else:
+            entries[name] = None
+    places = [
+        [index.fqn, None if index.offset is None else list(index.offset), info.relative_path, info.offset, info.length]
+        for index, info in cast(dict[MetadataIndex, _StorageInfo], metadata.storage_data).items()
+    ]
+    return json.dumps({"entries": entries, "places": places}, separators=(",", ":")).encode()
 
 
 class SafeReader(filesystem.FileSystemReader):
@@ -54,33 +61,36 @@ class SafeReader(filesystem.FileSystemReader):
         """Return which part of which tensor is where.
 
         Raises:
-            ValueError: If the file holds anything else.
+            ValueError: If the file is missing or holds anything else.
         """
-        path = Path(self.path) / METADATA_NAME
+        path = Path(self.path) / MANIFEST_NAME
         try:
-            with path.open("rb") as file:
-                read = _MetadataUnpickler(file).load()
-        except (pickle.UnpicklingError, AttributeError, EOFError, TypeError, KeyError, IndexError, ValueError) as error:
-            raise ValueError(f"{path} is not the metadata of a checkpoint: {error}") from error
-        if not isinstance(read, Metadata):
-            raise ValueError(f"{path} is not the metadata of a checkpoint")
-        if read.storage_meta is None:
-            read.storage_meta = StorageMeta()
-        read.storage_meta.load_id = self.load_id
-        self._refuse_other_folders(read)
-        return read
-
-    def _refuse_other_folders(self, read: Metadata) -> None:
-        infos = cast(dict[MetadataIndex, Any], read.storage_data or {})
-        for name in {str(info.relative_path) for info in infos.values()}:
-            if not is_plain_name(name) or (Path(self.path) / name).is_symlink():
-                raise ValueError(f"{self.path}: the metadata names a file outside of the checkpoint: {name!r}")
+            content = json.loads(path.read_bytes())
+            return Metadata(
+                state_dict_metadata={name: _entry(entry) for name, entry in content["entries"].items()},
+                storage_data=dict(_place(Path(self.path), *place) for place in content["places"]),
+            )
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
+            raise ValueError(f"{path} does not tell what a checkpoint holds: {error}") from error
 
 
-class _MetadataUnpickler(pickle.Unpickler):
-    # Any: classes, functions and dtypes.
-    def find_class(self, module_name: str, global_name: str) -> Any:  # noqa: ANN401
-        is_value = module_name == "torch" and global_name in _ALLOWED_TORCH_VALUES
-        if is_value or (module_name, global_name) in _ALLOWED:
-            return super().find_class(module_name, global_name)
-        raise pickle.UnpicklingError(f"it asks for {module_name}.{global_name}, which no metadata needs")
+def _entry(entry: dict[str, Any] | None) -> STORAGE_TYPES:
+    if entry is None:
+        return BytesStorageMetadata()
+    return TensorStorageMetadata(
+        properties=TensorProperties(dtype=DTYPES[entry["dtype"]]),
+        size=torch.Size(entry["shape"]),
+        chunks=[
+            ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes))
+            for offsets, sizes in entry["chunks"]
+        ],
+    )
+
+
+def _place(
+    folder: Path, name: str, offset: list[int] | None, file: str, start: int, length: int
+) -> tuple[MetadataIndex, _StorageInfo]:
+    if not is_plain_name(file) or (folder / file).is_symlink():
+        raise ValueError(f"it names a file outside of the checkpoint, {file!r}")
+    index = MetadataIndex(str(name), None if offset is None else torch.Size(offset))
+    return index, _StorageInfo(relative_path=file, offset=int(start), length=int(length))

@@ -8,6 +8,7 @@ In the foreground the same is done without copies, and the files have the same b
 """
 
 import contextlib
+import logging
 import threading
 from collections.abc import Callable, Generator, Sequence
 from concurrent import futures
@@ -55,6 +56,7 @@ class CheckpointSaver:
         self._probe = probe
         self._buffers: dict[MetadataIndex, torch.Tensor] = {}
         self._in_flight: Future[None] | None = None
+        self._is_abandoned = False
 
     # Any: states hold what their owners choose.
     def save(self, state: dict[str, Any], step: int, after_commit: Callable[[], None] = lambda: None) -> None:
@@ -69,13 +71,17 @@ class CheckpointSaver:
             OSError: If a file cannot be written, on all ranks; RuntimeError: if a rank is gone. Both name the checkpoint.
             TypeError: If the state holds values that JSON does not; on several ranks it is a RuntimeError.
         """
+        if self._is_abandoned:
+            raise RuntimeError(
+                "a checkpoint of this process was given up, and may still be written: start a new process."
+            )
         self.wait()
         with self._naming(step):
             write = self._prepare(state, step, after_commit)
         if self._in_background is None:
             write()
         else:
-            self._in_flight = _in_thread(write)
+            self._in_flight = _in_thread(write, self._folder.logger)
 
     def raise_if_failed(self) -> None:
         """Raise what went wrong in the background, if that is known already. Not collective."""
@@ -106,11 +112,12 @@ class CheckpointSaver:
     def abandon(self, limit_s: float) -> None:
         """Give the save in flight some more time, where the job fails for another reason. Not collective, raises nothing.
 
-        A save that needs the ranks which have failed will never end. The process may exit all the same.
+        A save that needs the ranks which have failed will never end. The process may exit all the same, but not save again.
         """
         in_flight, self._in_flight = self._in_flight, None
         if in_flight is not None:
-            futures.wait([in_flight], timeout=limit_s)
+            _, unfinished = futures.wait([in_flight], timeout=limit_s)
+            self._is_abandoned = len(unfinished) > 0
 
     def _prepare(self, state: dict[str, Any], step: int, after_commit: Callable[[], None]) -> Callable[[], None]:
         """Agree on who writes what, and return what is left to do."""
@@ -178,14 +185,18 @@ class CheckpointSaver:
             raise RuntimeError(f"could not save the checkpoint {self._folder.final_path(step)}: {error}") from error
 
 
-def _in_thread(action: Callable[[], None]) -> Future[None]:
-    """Run an action in a thread that does not keep the process from ending, as those of an executor do."""
+def _in_thread(action: Callable[[], None], logger: logging.Logger) -> Future[None]:
+    """Run an action in a thread that does not keep the process from ending, as those of an executor do.
+
+    What goes wrong is told at once: another rank may notice first, and end the job before it is asked for here.
+    """
     future: Future[None] = Future()
 
     def run() -> None:
         try:
             action()
         except BaseException as error:  # noqa: BLE001  # handed to whoever asks for the result
+            logger.error("%s", error)  # whoever asks for the result raises it
             future.set_exception(error)
         else:
             future.set_result(None)

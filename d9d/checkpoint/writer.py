@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import IO
 
 from torch.distributed.checkpoint import filesystem
-from torch.distributed.checkpoint.metadata import StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from typing_extensions import Buffer
 
 from d9d.checkpoint.record import FileDigest
+from d9d.checkpoint.safe_reader import MANIFEST_NAME, manifest_of
 
 __all__ = ["HashingWriter", "sync_folder"]
 
@@ -43,6 +44,13 @@ class HashingWriter(filesystem.FileSystemWriter):
         nothing: Future[list[WriteResult]] = Future()
         nothing.set_result([])
         return nothing
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Write which part of which tensor is where. Blocks. One rank must call it."""
+        super().finish(metadata, results)
+        with self.fs.create_stream(Path(self.path) / MANIFEST_NAME, "wb") as file:
+            file.write(manifest_of(metadata))
+            os.fsync(file.fileno())
 
     def storage_meta(self) -> StorageMeta | None:
         """Say nothing of time and place: two writings of one state give the same bytes."""

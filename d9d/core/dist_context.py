@@ -389,17 +389,18 @@ class DistributedContext:
         self._pool.skip_group(ranks)
         return None
 
-    def separate_host_group(self, description: str) -> dist.ProcessGroup | None:
+    def separate_host_group(self, description: str, timeout_s: float) -> dist.ProcessGroup | None:
         """Create a further group of all ranks for tensors and objects on the host. None on one rank.
 
         All ranks must call it, in the same order relative to other new groups. Time limits of the job do not apply to it.
 
         Args:
             description: Shown by PyTorch's debugging tools.
+            timeout_s: Time limit of an operation on the group in seconds.
         """
         if self._pool is None:
             return None
-        group = dist.new_group(backend="gloo", group_desc=description)
+        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s), group_desc=description)
         assert isinstance(group, dist.ProcessGroup)  # only non-members get a placeholder
         return group
 

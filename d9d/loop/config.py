@@ -199,6 +199,12 @@ class CheckpointingConfig(BaseModel):
         description="Write in the background: a step waits only while its state is copied to the host, which takes as much "
         "host memory as a rank's part of a checkpoint. Default: false, which needs no such memory.",
     )
+    timeout: float = Field(
+        default=3600,
+        gt=0,
+        description="Seconds that ranks wait for the slowest of them to write or read its part. Default: an hour, since the "
+        "limit of a step is too short for large checkpoints on slow disks.",
+    )
     on_corrupt: OnCorrupt = Field(
         default="raise",
         description="What to do where the newest checkpoint is damaged: 'raise' refuses to start, 'fallback' takes the newest "

@@ -31,9 +31,9 @@ def test_commands(folder: Path, capsys: pytest.CaptureFixture[str]):
     assert capsys.readouterr().out == "model.weight: 2 of 2 elements differ, by up to 1\n"
     assert main(["checkpoint", "verify", str(folder)]) == 0
     assert capsys.readouterr().out == f"{first}: intact\n{second}: intact\n"
-    (first / ".metadata").unlink()
+    (first / "tensors.json").unlink()
     assert main(["checkpoint", "verify", str(folder)]) == 1
-    assert capsys.readouterr().out.splitlines()[:2] == [f"{first}: damaged", f"  {first / '.metadata'} is missing"]
+    assert capsys.readouterr().out.splitlines()[:2] == [f"{first}: damaged", f"  {first / 'tensors.json'} is missing"]
 
 
 @pytest.mark.parametrize(

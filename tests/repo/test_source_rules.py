@@ -16,8 +16,6 @@ MAY_NAME_ACCELERATORS = ("d9d/core/device.py", "d9d/kernel/")
 MACHINE_PATH = re.compile(r"/wor[k]/|/far[m]/|/tmp/bash[_]jobs|(?<!\w)\.librar[y]")
 TEXT_SUFFIXES = {".py", ".md", ".toml", ".txt", ".yaml", ".yml", ".cfg", ".json", ".sh", ""}
 
-# Its unpickler knows the classes of checkpoint metadata only, and the tests feed it hostile files.
-MAY_UNPICKLE = ("d9d/checkpoint/safe_reader.py",)
 PICKLERS = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "shelve"}
 
 # The two places where a package's __init__ does more than re-export: they refuse a broken installation.
@@ -74,7 +72,6 @@ def test_nothing_is_pickled():
     found = [
         f"{file.name}:{line} {module}"
         for file in python_files(*PACKAGES, "examples")
-        if not file.name.startswith(MAY_UNPICKLE)
         for line, module in imported_modules(file)
         if module.split(".")[0] in PICKLERS
     ]

@@ -2,7 +2,8 @@
 
 import contextlib
 from collections.abc import Generator
-from typing import Protocol, runtime_checkable
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
 
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.stateful import Stateful
@@ -69,7 +70,7 @@ class StateCheckpointer:
         """Folder of the checkpoints of the run."""
         in_background: Participants | None = None
         if config.async_save:
-            own = dist_context.separate_host_group("checkpoints")
+            own = dist_context.separate_host_group("checkpoints in the background", config.timeout)
             in_background = Participants([] if own is None else [own])
         self._saver = CheckpointSaver(self._checkpoints.folder, self._checkpoints.participants, in_background)
 
@@ -78,7 +79,7 @@ class StateCheckpointer:
         """Wait at the end of the block for a checkpoint that is being written. All ranks must enter it.
 
         Raises:
-            RuntimeError: If it could not be written, unless the block raised.
+            OSError, RuntimeError: If it could not be written, unless the block raised.
         """
         try:
             yield
@@ -93,7 +94,7 @@ class StateCheckpointer:
         Blocks until the checkpoint is complete or, with ``async_save``, until the state is copied.
 
         Raises:
-            RuntimeError: If it, or the one before it, cannot be written; with its path and the reason.
+            OSError, RuntimeError: If it, or the one before it, cannot be written; with its path and the reason.
             TypeError: If a part of the job returns a state that cannot be saved without pickling.
         """
         self._saver.raise_if_failed()
@@ -103,12 +104,14 @@ class StateCheckpointer:
             return
         self._gc.collect_forced()
         step = self._schedule.current_step
-        self._saver.save({STATE_KEY: state.state_dict()}, step, after_commit=lambda: self._after_commit(step))
+        with self._checkpoints.participants.failing_together():  # state_dict() of a task is code of the user
+            saved = {STATE_KEY: state.state_dict()}
+        self._saver.save(saved, step, after_commit=lambda: self._after_commit(step))
 
     def _after_commit(self, step: int) -> None:
         folder = self._checkpoints.folder
         self._dist_context.logger.info("saved checkpoint %s", folder.final_path(step))
-        folder.purge(self._config.num_to_keep, keep_every_steps=self._config.keep_every_steps)
+        folder.purge(step, self._config.num_to_keep, keep_every_steps=self._config.keep_every_steps)
 
     def load_last_checkpoint(self, state: Stateful) -> bool:
         """Resume from the newest complete checkpoint, and return whether there is one. All ranks must call it; blocks.
@@ -120,28 +123,36 @@ class StateCheckpointer:
         found = self._checkpoints.newest()
         if found is None:
             return False
-        if isinstance(state, PreparesToLoad):
-            metadata = read_metadata(found.path)
-            state.prepare_to_load(
-                {
-                    key.removeprefix(f"{STATE_KEY}."): value if isinstance(value, TensorStorageMetadata) else None
-                    for key, value in metadata.state_dict_metadata.items()
-                }
-            )
+        participants = self._checkpoints.participants
+        with participants.failing_together():
+            wanted = {STATE_KEY: _asked_for(state, found.path)}
 
         def may_be_left(key: str) -> bool:
             return isinstance(state, PreparesToLoad) and state.may_be_left(key.removeprefix(f"{STATE_KEY}."))
 
         try:
-            loaded = load_state(
-                found.path, {STATE_KEY: state.state_dict()}, self._checkpoints.group, may_be_left=may_be_left
-            )
+            loaded = load_state(found.path, wanted, self._checkpoints.group, may_be_left=may_be_left)
         except ValueError as error:
             raise ValueError(
                 f"{error}\nIf model, optimizer or metrics were changed since it was written, start another run (run.name), or "
                 f"remove it."
             ) from error
-        state.load_state_dict(loaded[STATE_KEY])
+        with participants.failing_together():
+            state.load_state_dict(loaded[STATE_KEY])
         if self._dist_context.is_main_process:
             self._dist_context.logger.info("resumed from %s", found.path)
         return True
+
+
+# Any: states hold what their owners choose.
+def _asked_for(state: Stateful, path: Path) -> dict[str, Any]:
+    """Return what a state wants to load, after it has seen what there is."""
+    if isinstance(state, PreparesToLoad):
+        entries = read_metadata(path).state_dict_metadata
+        state.prepare_to_load(
+            {
+                key.removeprefix(f"{STATE_KEY}."): value if isinstance(value, TensorStorageMetadata) else None
+                for key, value in entries.items()
+            }
+        )
+    return state.state_dict()

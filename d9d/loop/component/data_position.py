@@ -35,15 +35,16 @@ def restore_data_position(
     saved = checkpoints.newest()
     if saved is None:
         return
-    keys = [key.removeprefix(f"{STATE_KEY}.") for key in read_metadata(saved.path).state_dict_metadata]
-    refuse(keys)
-    of_stream = {key.split(".")[1] for key in keys if key.startswith(f"{STREAM_KEY}.")}
-    if not of_stream:
+    with checkpoints.participants.failing_together():
+        keys = [key.removeprefix(f"{STATE_KEY}.") for key in read_metadata(saved.path).state_dict_metadata]
+        refuse(keys)
+        of_stream = {key.split(".")[1] for key in keys if key.startswith(f"{STREAM_KEY}.")}
+        if of_stream:
+            stream.refuse_other_ranks(of_stream)
+    if not of_stream or not stream.has_rank_invariant_state:
         # A stream that keeps nothing, or a checkpoint of something else: loading it says what is missing.
-        return
-    stream.refuse_other_ranks(of_stream)
-    if not stream.has_rank_invariant_state:
         return
     wanted = {STATE_KEY: {STREAM_KEY: {key: Document(None) for key in of_stream}}}
     loaded = load_state(saved.path, wanted, checkpoints.group, may_be_left=lambda key: True)
-    stream.load_state_dict(loaded[STATE_KEY][STREAM_KEY])
+    with checkpoints.participants.failing_together():
+        stream.load_state_dict(loaded[STATE_KEY][STREAM_KEY])

@@ -16,7 +16,7 @@ STATE_KEY = "state"
 
 
 class RunCheckpoints:
-    """The folder of the checkpoints of a run, and the ranks that save to it and load from it.
+    """The folder of the checkpoints of a run, and the ranks that save to it and load from it. All ranks must build it.
 
     Args:
         dist_context: Topology of the job.
@@ -28,8 +28,8 @@ class RunCheckpoints:
         self.save_dir: Path = config.save_dir if run_name is None else config.save_dir / run_name
         """Folder of the checkpoints."""
         self.folder = CheckpointFolder(self.save_dir, dist_context.logger)
-        self.group: dist.ProcessGroup | None = dist.group.WORLD if dist_context.is_distributed else None
-        """All ranks; None for a job of one."""
+        self.group: dist.ProcessGroup | None = dist_context.separate_host_group("checkpoints", config.timeout)
+        """All ranks, with the time limit of checkpoints; None for a job of one."""
         self.participants = Participants([] if self.group is None else [self.group])
         self._logger = dist_context.logger
         self._on_corrupt: OnCorrupt = config.on_corrupt
@@ -41,9 +41,6 @@ class RunCheckpoints:
         Raises:
             ValueError: If it is damaged, see ``checkpointing.on_corrupt``.
         """
-        with self.participants.failing_together():
-            if self.participants.rank == 0:
-                self.folder.recover()
         self._verified = find_checkpoint(
             self.folder, self.participants, self._on_corrupt, self._logger, verified=self._verified
         )

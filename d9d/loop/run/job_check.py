@@ -55,7 +55,9 @@ def refuse_problems(mesh: DeviceMeshParameters, config: TrainerConfig | Inferenc
     if isinstance(data_provider, ChecksMesh):
         problems.extend(data_provider.mesh_problems(mesh))
     if not problems and config.checkpointing.period_steps != StepActionSpecial.disable:
-        problems.extend(_directory_problems(f"{root}.checkpointing.save_dir", config.checkpointing.save_dir))
+        folder = config.checkpointing.save_dir
+        of_run = folder / config.run.name if isinstance(config, TrainerConfig) else folder
+        problems.extend(_directory_problems(f"{root}.checkpointing.save_dir", of_run))
     if problems:
         raise ValueError("The job cannot run as it is configured:\n" + "\n".join(f"- {text}" for text in problems))
 

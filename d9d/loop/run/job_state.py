@@ -16,6 +16,7 @@ from d9d.core.dist_context import DistributedContext
 from d9d.core.placement import local_tensor
 from d9d.loop.component.checkpointer import SavedTensors
 from d9d.loop.component.data_position import STREAM_KEY
+from d9d.loop.component.tracked_modules import TrackedModules
 from d9d.pipelining.training import PipelinedOptimizer
 
 _ONLY_IN_TRAINING = ("tracked_modules.", "optimizer.")
@@ -88,6 +89,31 @@ class CheckpointedState(Stateful):
                 f"or start another run (run.name)."
             )
 
+    def _optimized(self) -> dict[str, list[str]]:
+        """Name the parameters of each optimizer, in the order in which their state is numbered."""
+        tracked, optimizer = self.parts.get("tracked_modules"), self.parts.get("optimizer")
+        if not isinstance(optimizer, PipelinedOptimizer) or not isinstance(tracked, TrackedModules):
+            return {}
+        names = {id(parameter): name for module in tracked.modules for name, parameter in module.named_parameters()}
+        return {
+            key: [
+                names.get(id(parameter), "unnamed") for group in of_stage.param_groups for parameter in group["params"]
+            ]
+            for key, of_stage in optimizer.by_stage.items()
+            if isinstance(of_stage, Optimizer)
+        }
+
+    def _refuse_other_parameters(self, saved: dict[str, list[str]]) -> None:
+        """Refuse state that is saved by number where another parameter has that number."""
+        for stage, here in self._optimized().items():
+            there = saved[stage]
+            if there != here:
+                changed = [f"{old} there, {new} here" for old, new in zip(there, here, strict=False) if old != new]
+                raise ValueError(
+                    f"the optimizer of {stage} has {len(there)} parameters in the checkpoint and {len(here)} in the job, or "
+                    f"in another order: {'; '.join(changed[:3]) or 'the last ones'}. Build it from the same ones."
+                )
+
     @property
     def _cut(self) -> str:
         return " | ".join(" and ".join(map(str, stages)) for stages in self.stages_by_rank)
@@ -106,6 +132,8 @@ class CheckpointedState(Stateful):
             for name, part in self.parts.items()
             if self.is_loading or name not in self.saved_elsewhere
         }
+        if "optimizer" in self.parts:
+            state["optimized"] = self._optimized()
         if "optimizer" in self.parts and not self.is_loading:
             # The name is what is saved: it can be read before anything is loaded.
             state["cut"] = {self._cut: 0}
@@ -115,7 +143,13 @@ class CheckpointedState(Stateful):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore all parts."""
+        """Restore all parts.
+
+        Raises:
+            ValueError: If an optimizer has other parameters than when it was saved.
+        """
+        if "optimizer" in self.parts:
+            self._refuse_other_parameters(state_dict["optimized"])
         for name, part in self.parts.items():
             part.load_state_dict(state_dict[name])
         if self.has_state_of_rank:
@@ -169,6 +203,8 @@ def _make_room(optimizer: Optimizer, saved: SavedTensors) -> None:
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for key, metadata in saved.items():
         index, _, name = key.partition(".")
+        if int(index) >= len(parameters):
+            continue  # nobody asks for it, and that is refused with its name
         parameter = parameters[int(index)]
         if not isinstance(metadata, TensorStorageMetadata):
             optimizer.state[parameter][name] = None

@@ -30,11 +30,12 @@ def save(folder: CheckpointFolder, step: int, num_to_keep: int | None = None) ->
     (partial / "data").write_text(f"weights of step {step}")
     record = CommitRecord(step=step, num_ranks=1, files={"data": digest_file(partial / "data")})
     folder.commit(record)
-    folder.purge(num_to_keep)
+    folder.purge(step, num_to_keep)
 
 
 def steps(folder: CheckpointFolder) -> list[int]:
     for saved in folder.complete():
+        assert saved.record is not None, saved.damage
         assert (saved.path / "data").read_text() == f"weights of step {saved.step}"
         assert saved.record.size_problems(saved.path) == []
     return [saved.step for saved in folder.complete()]
@@ -101,16 +102,79 @@ def test_keeping_some(tmp_path: Path):
     folder = CheckpointFolder(tmp_path, LOGGER)
     for step in range(1, 8):
         save(folder, step)
-    folder.purge(2, keep_every_steps=3, keep=[1])
+    folder.purge(7, 2, keep_every_steps=3, keep=[1])
     # 3 and 6 by their number, 1 by name, and the two newest of the others.
     assert steps(folder) == [1, 3, 5, 6, 7]
-    folder.purge(None)
+    folder.purge(7, None)
     assert steps(folder) == [1, 3, 5, 6, 7]
     with pytest.raises(ValueError, match="at least 1"):
-        folder.purge(0)
+        folder.purge(7, 0)
 
 
-def test_removal_never_follows_links_and_never_stops_a_job(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_a_run_that_went_back_keeps_what_it_writes(tmp_path: Path):
+    """The newest by number may be a damaged one that was passed over."""
+    folder = CheckpointFolder(tmp_path, LOGGER)
+    for step in (10, 20, 30):
+        save(folder, step)
+    save(folder, 20, num_to_keep=1)
+    assert steps(folder) == [20, 30]
+
+
+def test_damaged_records_and_other_names_are_damaged_checkpoints(tmp_path: Path):
+    """They are not passed over in silence: the newest checkpoint is what the run expects to resume from."""
+    folder = CheckpointFolder(tmp_path, LOGGER)
+    for step in (1, 2, 3):
+        save(folder, step)
+    (tmp_path / "save-2" / RECORD_NAME).write_bytes(b"x")
+    (tmp_path / "save-3").rename(tmp_path / "save-99")
+    first, second, other = folder.complete()
+    assert first.record is not None
+    assert (second.step, second.record) == (2, None)
+    assert "is damaged" in second.damage
+    assert (other.step, other.record) == (99, None)
+    assert "was written as the checkpoint of step 3" in other.damage
+    save(folder, 4, num_to_keep=1)
+    assert [saved.step for saved in folder.complete()] == [2, 4, 99]  # for people to look at
+
+
+def test_nothing_that_is_complete_is_lost_where_nobody_recovers(tmp_path: Path):
+    folder = CheckpointFolder(tmp_path, LOGGER, killed_at("after_record"))
+    with pytest.raises(KilledError):
+        save(folder, 2)
+    save(CheckpointFolder(tmp_path, LOGGER), 3)
+    assert steps(CheckpointFolder(tmp_path, LOGGER)) == [2, 3]
+
+
+def test_files_that_are_not_there_are_not_committed(tmp_path: Path):
+    folder = CheckpointFolder(tmp_path, LOGGER)
+    partial = folder.begin(1)
+    (partial / "data").write_text("x")
+    digest = digest_file(partial / "data")
+    with pytest.raises(OSError, match=r"other is missing\. Is .* on a file system that all ranks share"):
+        folder.commit(CommitRecord(step=1, num_ranks=2, files={"data": digest, "other": digest}))
+    assert folder.complete() == []
+
+
+def test_something_else_in_the_place_of_a_checkpoint(tmp_path: Path):
+    folder = CheckpointFolder(tmp_path, LOGGER)
+    (tmp_path / "save-1").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(OSError, match="save-1 is no folder"):
+        folder.begin(1)
+
+
+def test_a_removal_that_is_killed_leaves_nothing(tmp_path: Path):
+    folder = CheckpointFolder(tmp_path, LOGGER)
+    for step in (1, 2):
+        save(folder, step)
+    (tmp_path / "save-1").rename(tmp_path / "save-1.removed")  # killed here: the name goes first
+    restarted = CheckpointFolder(tmp_path, LOGGER)
+    restarted.recover()
+    assert steps(restarted) == [2]
+    save(restarted, 3)
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["save-2", "save-3"]
+
+
+def test_removal_never_follows_links(tmp_path: Path):
     folder = CheckpointFolder(tmp_path / "run", LOGGER)
     victim = tmp_path / "victim"
     save(CheckpointFolder(victim, LOGGER), 1)
@@ -121,14 +185,26 @@ def test_removal_never_follows_links_and_never_stops_a_job(tmp_path: Path, caplo
         save(folder, step, num_to_keep=1)
     assert steps(folder) == [4]
     assert (victim / "save-1" / "data").exists()
-    # A folder in the way of a removal: told, and left.
-    (folder.path / "save-4.removed").mkdir()
-    (folder.path / "save-4.removed" / "x").write_text("")
-    (folder.path / "save-5").mkdir()
-    partial = folder.partial_path(6)
-    partial.mkdir()
-    folder.commit(CommitRecord(step=6, num_ranks=1, files={}))
+
+
+def test_what_cannot_be_removed_stops_no_job(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    folder = CheckpointFolder(tmp_path, LOGGER)
+    for step in (1, 2):
+        save(folder, step)
+    rename = Path.rename
+
+    def denied(self: Path, target: Path) -> Path:
+        if target.suffix == ".removed":
+            raise PermissionError(13, "Permission denied")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", denied)
+    (tmp_path / "save-5").mkdir()
     with caplog.at_level(logging.WARNING):
-        folder.purge(1)
+        for _ in range(2):
+            folder.purge(2, 1)
     assert "could not remove the old checkpoint" in caplog.text
-    assert "save-5 is left alone" in caplog.text
+    assert caplog.text.count("save-5 is left alone") == 1
+    assert steps(folder) == [1, 2]

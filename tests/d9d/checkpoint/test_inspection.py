@@ -4,6 +4,7 @@ import logging
 import re
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from d9d.checkpoint import CheckpointFolder, CheckpointSaver
@@ -22,7 +23,7 @@ def test_a_folder(tmp_path: Path):
         save(tmp_path, step, torch.zeros(250))
     (tmp_path / "save-11.partial").mkdir()
     first, second, third = list_checkpoints(tmp_path)
-    assert re.fullmatch(r"save-9 +step +9 +[34]\.\d+ kB +1 ranks +\d{4}-\d\d-\d\d \d\d:\d\d:\d\d", first)
+    assert re.fullmatch(r"save-9 +step +9 +[3-5]\.\d+ kB +1 ranks +\d{4}-\d\d-\d\d \d\d:\d\d:\d\d", first)
     assert second.startswith("save-10 ")
     assert third.split() == ["save-11.partial", "no", "complete", "checkpoint"]
 
@@ -63,3 +64,20 @@ def test_two(tmp_path: Path):
     third = save(tmp_path / "d", 1, torch.zeros(5), lr=0.5, steps=1)
     (found,) = differences(first, third)
     assert found.text == "torch.float32 [4] and torch.float32 [5]"
+
+
+def test_nothing_is_rounded_away(tmp_path: Path):
+    nan = torch.tensor([1.0, torch.nan])
+    first = save(tmp_path / "a", 1, torch.tensor([2**60, 5]), seen=np.arange(5000), nan=1)
+    second = save(
+        tmp_path / "b",
+        1,
+        torch.tensor([2**60 + 1, 5]),
+        seen=np.where(np.arange(5000) == 2500, 0, np.arange(5000)),
+        nan=1,
+    )
+    found = {difference.name: difference.text for difference in differences(first, second)}
+    assert found["model.weight"] == "1 of 2 elements differ"
+    assert sorted(found) == ["model.weight", "task.seen"]
+    third, fourth = save(tmp_path / "c", 1, nan), save(tmp_path / "d", 1, nan + torch.tensor([1.0, 0.0]))
+    assert [difference.text for difference in differences(third, fourth)] == ["1 of 2 elements differ, by up to 1"]

@@ -1,5 +1,7 @@
 """Values of states as JSON."""
 
+import collections
+import enum
 import json
 import math
 from typing import Any
@@ -72,6 +74,28 @@ def test_numpy(array: Any):
 def test_sets_have_one_text():
     assert from_json(to_json({"a", "b", 1}, "key"), "key") == {"a", "b", 1}
     assert to_json({"a", "b", "c"}, "key") == to_json({"c", "a", "b"}, "key")
+
+
+Point = collections.namedtuple("Point", "x y")  # as users have them
+
+
+class Number(enum.IntEnum):
+    ONE = 1
+
+
+def test_ordered_dictionaries_stay_such():
+    value = collections.OrderedDict([("b", 1), (2, [])])
+    read = from_json(to_json(value, "key"), "key")
+    assert type(read) is collections.OrderedDict
+    assert read == value
+
+
+@pytest.mark.parametrize(
+    "value", [Point(1, 2), collections.defaultdict(int), collections.Counter("a"), Number.ONE, np.ma.masked_array([1])]
+)
+def test_what_would_come_back_as_something_else_is_refused(value: Any):
+    with pytest.raises(TypeError, match="cannot hold task"):
+        to_json(value, "task")
 
 
 @pytest.mark.parametrize("value", [frozenset(), object(), torch.ones(1), print, 1j, np.array(["a"]), np.array([None])])

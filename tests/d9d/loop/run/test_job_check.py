@@ -40,7 +40,7 @@ def test_a_timeline_after_the_last_step_is_found_early(tmp_path):
 def test_a_folder_that_cannot_be_written_to_is_found_early(tmp_path):
     (tmp_path / "file").write_text("")
     overrides = {"checkpointing": {"save_dir": str(tmp_path / "file" / "saved"), "period_steps": 1}}
-    with pytest.raises(ValueError, match=r"save_dir \(.*file/saved\) cannot be written to: .*Not a directory"):
+    with pytest.raises(ValueError, match=r"save_dir \(.*file/saved/job\) cannot be written to: .*Not a directory"):
         build_job(DeviceMeshParameters(), tmp_path, overrides=overrides)
 
 
