@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import nn
 
 from d9d.core.placement import trainable
+from d9d.core.side_loss import LOSS_SCALE
 from d9d.internals.fsdp_accumulation import FsdpAccumulation
 from d9d.internals.grad_sync import GradientSynchronizer
 
@@ -81,6 +82,10 @@ class PipelineGradients:
             synchronizer.set_required_accumulations(0)
         for fsdp in self._fsdp:
             fsdp.start_pack(max(2, num_microbatches))
+
+    def before_microbatch(self, microbatch: int) -> None:
+        """Refuse losses of layers: only the last stage knows what the loss of a step is multiplied by."""
+        LOSS_SCALE.set(None)
 
     def before_backward(self, stage: int, *, is_last: bool, is_split: bool) -> None:
         """Prepare for a backward pass: the last one of a stage sums gradients, all others only accumulate them."""
