@@ -12,7 +12,6 @@ One value for the process, and not for a thread: autograd runs the backward pass
 # the end of a backward pass, for which torch has no public hook (2.11 to 2.14)
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false
 
-from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -104,4 +103,4 @@ class _Attach(torch.autograd.Function):
 
 
 # A compiled backward pass would keep the scale of the first one for good.
-_attach: Callable[[torch.Tensor, torch.Tensor], Any] = torch.compiler.disable(_Attach.apply)
+_attach: Any = torch.compiler.disable(_Attach.apply)
