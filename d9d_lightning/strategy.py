@@ -26,6 +26,7 @@ from typing_extensions import override
 
 from d9d.core.dist_context import DENSE_DOMAIN, DeviceMeshParameters, DistributedContext
 from d9d.model_state.mapper import ModelStateMapper
+from d9d.module.parallelism.plan import Parallelize, ParallelPlan
 from d9d_lightning.checkpoints.checkpoint import (
     StageCut,
     check_optimizers,
@@ -53,7 +54,6 @@ from d9d_lightning.pipeline.stages import PipelineStages
 from d9d_lightning.placements.fsdp_steps import show_module_shards
 from d9d_lightning.placements.module_setup import equalise_module, is_on_meta, set_up_module
 from d9d_lightning.placements.parallelize import is_parallelized
-from d9d_lightning.placements.plan import Parallelize, ParallelPlan
 from d9d_lightning.placements.tensor_parallel import share_random_state
 from d9d_lightning.steps.empty_hooks import calls_module_only, has_empty_hooks
 from d9d_lightning.steps.pack_optimization import check_steps
@@ -102,7 +102,7 @@ class D9DStrategy(ParallelStrategy):
                 and "auto": as many replicas as the Trainer has processes.
             parallelize: How to distribute the module. A function of (module, context) that does it; or patterns of
                 submodule names (as of `fnmatch` for each part, so that "blocks.*" is each block) with words of
-                `d9d_lightning.placements.plan` or torch's ``ParallelStyle`` objects, as a mapping or the path of a YAML file. The
+                `d9d.module.parallelism.plan` or torch's ``ParallelStyle`` objects, as a mapping or the path of a YAML file. The
                 first match counts, once for data- and once for tensor-parallel ranks. Words that the mesh has no ranks for
                 do nothing, so that one plan serves all meshes. None, and patterns without a word about data-parallel
                 ranks: each repeated block, or else each submodule of `min_unit_params`, is an FSDP unit, as is the rest.
