@@ -46,7 +46,10 @@ def parallelize_by_plan(
     resolved = resolved or resolve_plan(module, plan, context.mesh_params)
     split_by_plan(module, resolved, context)
     shard_by_plan(module, context, plan, resolved)
-    parallelize_replicate(module, data_mesh(context))
+    # Where nothing is sharded, split layers still have to record that they are replicated.
+    has_shards = data_mesh(context)[SHARD_DIM].size() > 1
+    distribute_rest = parallelize_replicate if has_shards else parallelize_hsdp
+    distribute_rest(module, data_mesh(context))
 
 
 def data_mesh(context: DistributedContext) -> DeviceMesh:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Literal, TypeAlias, cast, get_args
 
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
@@ -32,6 +31,7 @@ from d9d.module.parallelism.tensor_blocks import (
     parallelize_tensor_embedding,
     parallelize_tensor_ffn,
     parallelize_tensor_head,
+    parallelize_tensor_moe,
     parallelize_tensor_norm,
 )
 
@@ -56,7 +56,7 @@ BlockSplit: TypeAlias = Literal["attention", "ffn", "sequence", "expert"]
 - "attention": heads of a `GroupedQueryAttention` over the tensor-parallel ranks.
 - "ffn": the width of a `SwiGLU` over the tensor-parallel ranks.
 - "sequence": an `RMSNorm` sees a part of the tokens on each tensor-parallel rank, and blocks exchange such parts.
-- "expert": experts of an `MoELayer` over the expert-parallel ranks.
+- "expert": experts of an `MoELayer` over the expert-parallel ranks, and the width of a shared one over the tensor-parallel ranks.
 """
 
 Placement: TypeAlias = DataPlacement | LayerSplit | BlockSplit
@@ -148,14 +148,12 @@ def apply_split(choice: Choice, context: DistributedContext, *, sequence_paralle
         case RMSNorm() as module:
             parallelize_tensor_norm(module, mesh)
         case MoELayer() as module:
-            _distribute_experts(module, context, mesh)
+            if context.mesh_params.has_expert_parallel:
+                parallelize_expert_parallel(module, context.mesh_for(EXPERT_DOMAIN)["ep_replicate", "ep_shard", "tp"])
+            if context.mesh_params.has_tensor_parallel:
+                parallelize_tensor_moe(module, mesh, sequence_parallel=sequence_parallel)
         case _:
             raise TypeError(f"{choice.word!r} is not for a {type(choice.module).__name__}")
-
-
-def _distribute_experts(module: MoELayer, context: DistributedContext, mesh: DeviceMesh) -> None:
-    if context.mesh_params.has_expert_parallel:
-        parallelize_expert_parallel(module, context.mesh_for(EXPERT_DOMAIN)["ep_replicate", "ep_shard", "tp"])
 
 
 def cut_dims(choice: Choice) -> Mapping[str, int | None]:
