@@ -26,6 +26,7 @@ from typing_extensions import override
 
 from d9d.core.dist_context import DENSE_DOMAIN, DeviceMeshParameters, DistributedContext
 from d9d.model_state.mapper import ModelStateMapper
+from d9d.module.parallelism.plan import Parallelize, ParallelPlan
 from d9d_lightning.checkpoints.checkpoint import (
     StageCut,
     check_optimizers,
@@ -37,6 +38,7 @@ from d9d_lightning.checkpoints.checkpoint import (
 )
 from d9d_lightning.collectives import all_gather_stacked, decide_together, reduce_over
 from d9d_lightning.data.loader_states import gather_loader_states
+from d9d_lightning.gradients.loss_weights import with_announced_loss
 from d9d_lightning.gradients.precision import MeshClipping, NormScope, agree_on_scale, install_mesh_clipping
 from d9d_lightning.jobs.failures import RunFailure
 from d9d_lightning.jobs.launch import build_launcher, join_job, leave_job, tell_ranks
@@ -52,7 +54,6 @@ from d9d_lightning.pipeline.stages import PipelineStages
 from d9d_lightning.placements.fsdp_steps import show_module_shards
 from d9d_lightning.placements.module_setup import equalise_module, is_on_meta, set_up_module
 from d9d_lightning.placements.parallelize import is_parallelized
-from d9d_lightning.placements.plan import Parallelize, ParallelPlan
 from d9d_lightning.placements.tensor_parallel import share_random_state
 from d9d_lightning.steps.empty_hooks import calls_module_only, has_empty_hooks
 from d9d_lightning.steps.pack_optimization import check_steps
@@ -101,11 +102,10 @@ class D9DStrategy(ParallelStrategy):
                 and "auto": as many replicas as the Trainer has processes.
             parallelize: How to distribute the module. A function of (module, context) that does it; or patterns of
                 submodule names (as of `fnmatch` for each part, so that "blocks.*" is each block) with words of
-                `d9d_lightning.placements.plan` or torch's ``ParallelStyle`` objects, as a mapping or the path of a YAML file. The
-                first match counts, once for data-parallel and once for tensor-parallel ranks. Words that the mesh has no
-                ranks for do nothing, so that one plan serves all meshes. None, and patterns without a word about
-                data-parallel ranks: each repeated block, or else each submodule of `min_unit_params`, is an FSDP unit,
-                and so is the rest; without shards in the mesh everything is replicated.
+                `d9d.module.parallelism.plan` or torch's ``ParallelStyle`` objects, as a mapping or the path of a YAML file. The
+                first match counts, once for data- and once for tensor-parallel ranks. Words that the mesh has no ranks for
+                do nothing, so that one plan serves all meshes. None, and patterns without a word about data-parallel
+                ranks: each repeated block, or else each submodule of `min_unit_params`, is an FSDP unit, as is the rest.
             pipeline_module: Dotted name of the submodule that is cut into stages, for ``pipeline_parallel`` > 1.
             stages: How it is cut. None: an ``nn.Sequential``, into stages of about equally many parameters.
             schedule: Name of a pipeline schedule, its config from `d9d.pipelining.factory`, or the fields of that.
@@ -382,7 +382,7 @@ class D9DStrategy(ParallelStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         inner = self._connected_module if calls_module_only(self) else super()
         with _NOTHING if self._run is None else self._run.around_training_step():
-            return inner.training_step(*args, **kwargs)
+            return with_announced_loss(inner.training_step(*args, **kwargs))
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:

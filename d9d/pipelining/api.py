@@ -186,6 +186,10 @@ class BackwardObserver(Protocol):
     Per stage there is one such pass for each microbatch: the full backward pass, or the second half of a split one.
     """
 
+    def before_microbatch(self, microbatch: int) -> None:
+        """Take note of the microbatch whose backward pass, or half of one, is about to run; ahead of what follows here."""
+        ...
+
     def before_backward(self, stage: int, *, is_last: bool, is_split: bool) -> None:
         """Prepare for a pass just before it runs.
 

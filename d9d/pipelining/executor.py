@@ -129,6 +129,8 @@ class _PackRun:
 
     def _start_backward(self, stage_idx: int, microbatch_idx: int) -> None:
         self._transport.flush()
+        if self._observer is not None:
+            self._observer.before_microbatch(microbatch_idx)
         if self._stopwatch is not None:
             # What a rank waits for is no work of its own.
             self._stages[stage_idx].wait_for_gradients(microbatch_idx)

@@ -125,14 +125,15 @@ class OfflinePipelineExecutor(PipelineSchedule[Any, Any, Any]):
         if self._stopwatch.is_running:
             self._stopwatch.lap(ForwardComputeAction(0, index))
         if self._do_backward:
-            self._run_backward(checked_loss(loss, index), is_last=index == num_microbatches - 1)
+            self._run_backward(checked_loss(loss, index), index, is_last=index == num_microbatches - 1)
             if self._stopwatch.is_running:
                 self._stopwatch.lap(BackwardFullInputComputeAction(0, index, full_backward=True))
 
-    def _run_backward(self, loss: torch.Tensor, *, is_last: bool) -> None:
+    def _run_backward(self, loss: torch.Tensor, microbatch: int, *, is_last: bool) -> None:
         if self._backward_observer is None:
             loss.backward()
             return
+        self._backward_observer.before_microbatch(microbatch)
         self._backward_observer.before_backward(0, is_last=is_last, is_split=False)
         loss.backward()
         self._backward_observer.after_backward(0, is_last=is_last, is_split=False)

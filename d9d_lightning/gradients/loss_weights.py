@@ -13,10 +13,11 @@ import torch.distributed as dist
 from torch.autograd.graph import Node
 
 from d9d.core.device import accumulator_dtype
+from d9d.core.side_loss import LOSS_SCALE, announce_loss
 from d9d.core.types import PyTree
 from d9d_lightning.steps.microbatches import merge_outputs
 
-__all__ = ["LossWeights", "merge_training_outputs", "scaled"]
+__all__ = ["LossWeights", "merge_training_outputs", "scaled", "with_announced_loss"]
 
 _KEY = "loss_weight"
 
@@ -125,6 +126,18 @@ class LossWeights:
                 f"the labels of the data, or leave such batches out."
             )
         return 1.0 / total
+
+
+# `Any`: what the user's step has returned.
+def with_announced_loss(output: PyTree[Any]) -> PyTree[Any]:
+    """Let losses that layers have attached know the factor of the loss that a step has returned, if there are any."""
+    if not LOSS_SCALE.is_awaited:
+        return output
+    if isinstance(output, torch.Tensor):
+        return announce_loss(output)
+    if isinstance(output, Mapping) and isinstance(output.get("loss"), torch.Tensor):
+        return {**output, "loss": announce_loss(output["loss"])}
+    return output
 
 
 def scaled(loss: torch.Tensor, factor: float) -> torch.Tensor:

@@ -20,7 +20,7 @@ __all__ = ["LauncherName", "refuse_problems", "starts_elsewhere", "strategy_prob
 LauncherName = Literal["script", "fork", "spawn"]
 """How further processes start: by running the script again, or as children of this process."""
 
-_LATER_DEGREES = ("context_parallel_replicate", "context_parallel_shard", "expert_parallel")
+_LATER_DEGREES = ("context_parallel_replicate", "context_parallel_shard")
 """Degrees that the engine knows and this strategy does not drive yet."""
 
 
@@ -153,7 +153,7 @@ def _later_problems(params: DeviceMeshParameters) -> list[str]:
     return [
         (
             f"D9DStrategy does not support {', '.join(refused)} yet: it comes with a later release. Set it to 1, and use "
-            f"data_parallel_replicate, data_parallel_shard, tensor_parallel and pipeline_parallel."
+            f"data_parallel_replicate, data_parallel_shard, tensor_parallel, expert_parallel and pipeline_parallel."
         )
     ]
 

@@ -6,6 +6,7 @@ from lightning.fabric.plugins import ClusterEnvironment
 from torch import nn
 
 from d9d.core.dist_context import DeviceMeshParameters
+from d9d.module.parallelism.plan import ParallelPlan
 from d9d_lightning.model_states.options import ModelStateOptions
 from d9d_lightning.options.config_check import LauncherName, strategy_problems
 from d9d_lightning.options.mesh import MeshOption
@@ -13,7 +14,6 @@ from d9d_lightning.options.schedule import ScheduleSpec, schedule_config
 from d9d_lightning.pipeline.cut import PipelineOptions, map_stages
 from d9d_lightning.pipeline.stages import PipelineStages
 from d9d_lightning.placements.explain import accumulation_of, explain_module, steps_line
-from d9d_lightning.placements.plan import ParallelPlan
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

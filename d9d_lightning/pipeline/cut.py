@@ -14,6 +14,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from d9d.core.dist_context import DENSE_DOMAIN, DistributedContext
+from d9d.core.module_names import nearest
+from d9d.module.parallelism.explain import StageMap
 from d9d.pipelining.api import PipelineSchedule
 from d9d.pipelining.factory import (
     AnyPipelineScheduleConfig,
@@ -28,9 +30,7 @@ from d9d_lightning.checkpoints.stage_checkpoint import StageCut
 from d9d_lightning.gradients.precision import NormScope
 from d9d_lightning.metrics.domains import MetricDomains
 from d9d_lightning.pipeline.call import PipelineCall
-from d9d_lightning.pipeline.stage_cut import nearest
 from d9d_lightning.pipeline.stages import PipelineStages, StageModule, build_stages, plan_cut
-from d9d_lightning.placements.explain import StageMap
 
 __all__ = [
     "Pipeline",

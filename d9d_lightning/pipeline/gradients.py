@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import nn
 
 from d9d.core.placement import trainable
+from d9d.core.side_loss import LOSS_SCALE
 from d9d.internals.fsdp_accumulation import FsdpAccumulation
 from d9d.internals.grad_sync import GradientSynchronizer
 
@@ -48,6 +49,7 @@ class PipelineGradients:
         self._bucket_size_mb = bucket_size_mb
         self._fsdp = [FsdpAccumulation([stage]) for stage in stages]
         self._frozen: list[nn.Parameter] = []
+        self._loss_scales: Sequence[float] = ()
         self._build()
 
     def _build(self) -> None:
@@ -70,8 +72,13 @@ class PipelineGradients:
         self.dtype = torch.float64 if any(parameter.dtype == torch.float64 for parameter in every) else torch.float32
         """Type of a factor that gradients are multiplied by."""
 
-    def start_pack(self, num_microbatches: int) -> None:
-        """Prepare for a pack without any gradients yet, before its first forward pass. All ranks must call it."""
+    def start_pack(self, loss_scales: Sequence[float]) -> None:
+        """Prepare for a pack without any gradients yet, before its first forward pass. All ranks must call it.
+
+        Args:
+            loss_scales: What the loss of each microbatch is multiplied by; see [Note: the scale of side losses].
+        """
+        self._loss_scales = loss_scales
         if any(parameter.requires_grad for parameter in self._frozen):
             # What was frozen when training began has no place in a bucket yet.
             self.release()
@@ -80,7 +87,11 @@ class PipelineGradients:
             synchronizer.zero_grad()
             synchronizer.set_required_accumulations(0)
         for fsdp in self._fsdp:
-            fsdp.start_pack(max(2, num_microbatches))
+            fsdp.start_pack(max(2, len(loss_scales)))
+
+    def before_microbatch(self, microbatch: int) -> None:
+        """Let the layers of all stages know what their losses are multiplied by."""
+        LOSS_SCALE.set(self._loss_scales[microbatch])
 
     def before_backward(self, stage: int, *, is_last: bool, is_split: bool) -> None:
         """Prepare for a backward pass: the last one of a stage sums gradients, all others only accumulate them."""

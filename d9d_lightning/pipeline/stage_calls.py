@@ -7,7 +7,7 @@ from typing import Any, Protocol, TypeAlias
 
 from torch import nn
 
-from d9d_lightning.pipeline.stage_cut import matches
+from d9d.core.module_names import matches
 
 __all__ = ["CallRoutes", "LayerCalls", "LayerRoute", "PipelinedCall"]
 

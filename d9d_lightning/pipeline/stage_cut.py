@@ -2,8 +2,6 @@
 # how modules hold their parameters
 # pyright: reportPrivateUsage=false
 
-import difflib
-import fnmatch
 import math
 from collections.abc import Iterator, Sequence
 from typing import TypeAlias
@@ -11,22 +9,12 @@ from typing import TypeAlias
 import torch
 from torch import nn
 
+from d9d.core.module_names import matches, nearest
+
 Ranges: TypeAlias = tuple[tuple[int, int], ...]
 """Half-open range of layers of each stage."""
 
 _WILDCARDS = frozenset("*?[")
-
-
-def matches(name: str, pattern: str) -> bool:
-    """Match a dotted name part by part, so that ``blocks.*`` is each block, but nothing inside of it."""
-    parts, patterns = name.split("."), pattern.split(".")
-    return len(parts) == len(patterns) and all(map(fnmatch.fnmatchcase, parts, patterns))
-
-
-def nearest(pattern: str, names: Sequence[str]) -> str:
-    """Name what a pattern without a match may have meant, as the end of a message."""
-    near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.3)
-    return f"; the nearest are {', '.join(map(repr, near))}" if near else ""
 
 
 def is_plain_sequential(module: nn.Module) -> bool:

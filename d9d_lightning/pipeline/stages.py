@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 from typing_extensions import override
 
 from d9d.core.device import random_state, set_random_state, synchronize
+from d9d.core.module_names import matches, nearest
 from d9d.core.pytree import tree_leaves, tree_map_only
 from d9d.core.types import PyTree, TensorSpec
 from d9d.pipelining.api import PipelineStageInfo, StageBoundary
@@ -27,8 +28,6 @@ from d9d_lightning.pipeline.stage_cut import (
     Ranges,
     balanced_ranges,
     find_layers,
-    matches,
-    nearest,
     stages_by_layer,
     tied_problems,
     uncalled_modules,

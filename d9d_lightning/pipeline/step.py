@@ -20,6 +20,7 @@ from torchmetrics import Metric
 
 from d9d.core.fsdp_internals import fsdp_units
 from d9d.core.pytree import tree_leaves, tree_map_only
+from d9d.core.side_loss import LOSS_SCALE, announce_loss
 from d9d.core.types import PyTree
 from d9d.internals.broadcast import broadcast_packed
 from d9d.internals.determinism import seeded
@@ -143,7 +144,8 @@ class PipelineSteps:
         def run_loss(output: PyTree[Any], index: int) -> torch.Tensor:
             result = runs[index].finish(output)
             share = runs[index].weight / len(window)
-            loss = self._loss_weights.weigh(_loss_of(result), result, share)
+            loss = _loss_of(result)
+            loss = self._loss_weights.weigh(announce_loss(loss) if LOSS_SCALE.is_awaited else loss, result, share)
             losses[index] = loss.detach()
             if index in wanted:
                 extras[index] = _without_loss(result)
@@ -151,10 +153,12 @@ class PipelineSteps:
             with self._recorder.recording(runs[index].batch):
                 return precision.pre_backward(loss, module)
 
+        scale = 1.0
         if isinstance(precision, MixedPrecision) and precision.scaler is not None:
             # It makes its scale when it is first used, but most ranks see no loss.
             precision.scaler.scale(torch.zeros((), device=self._pipeline.device))
-        gradients.start_pack(len(runs))
+            scale = precision.scaler.get_scale()
+        gradients.start_pack([scale * run.weight / len(window) for run in runs])
         with self._own_random_numbers("training_step", *progress):
             self._pipeline.training.step(tuple(runs), tuple(runs), run_loss)
         loss = self._finish_gradients(gradients, [losses[index] for index in sorted(losses)])
@@ -171,6 +175,12 @@ class PipelineSteps:
         values = [torch.stack(list(losses)).sum(), *([] if own_weight is None else [own_weight])] if losses else None
         loss, *weights = self._replay(values)
         own_weight = weights[0] if weights else None
+        LOSS_SCALE.set(None)
+        if own_weight is not None and LOSS_SCALE.is_awaited:
+            raise RuntimeError(
+                "training_step returned a loss_weight, and layers of this pipeline add losses of their own, such as those "
+                "of routers: only the last stage sees the weight. Return the loss alone."
+            )
         inverse = self._loss_weights.inverse_total(own_weight)
         gradients.finish(self._scale if inverse is None else inverse.to(self._scale.dtype))
         return loss if own_weight is None else torch.where(own_weight == 0, 0.0, loss / own_weight)

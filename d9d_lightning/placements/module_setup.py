@@ -14,10 +14,10 @@ from torchmetrics import Metric
 from d9d.core.dist_context import DENSE_DOMAIN, DistributedContext
 from d9d.internals.broadcast import broadcast_packed
 from d9d.internals.materialize import materialize_module
+from d9d.module.parallelism.plan import ParallelPlan, resolve_plan
 from d9d_lightning.pipeline.cut import Pipeline, PipelineOptions, cut_module, pipeline_of
 from d9d_lightning.placements.fsdp_steps import show_module_shards
 from d9d_lightning.placements.parallelize import broadcast_values, parallelize_module
-from d9d_lightning.placements.plan import ParallelPlan, resolve_plan
 
 
 def set_up_module(

@@ -3,29 +3,23 @@
 # pyright: reportPrivateUsage=false
 
 import weakref
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Iterator, Sequence
+from typing import cast
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
 from d9d.core.dist_context import DENSE_DOMAIN, DistributedContext
 from d9d.core.fsdp_internals import fsdp_parameters, fsdp_units, gathered_parameter
-from d9d.module.parallelism.api import parallelize_hsdp
+from d9d.module.parallelism.plan import ParallelPlan, ResolvedPlan, resolve_plan
+from d9d.module.parallelism.plan_apply import DATA_DIMS, shard_by_plan, split_by_plan
 from d9d.module.parallelism.tensor import align_gradients
-from d9d_lightning.placements.plan import Choice, ParallelPlan, ResolvedPlan, resolve_plan
-from d9d_lightning.placements.tensor_parallel import split_layers
 
-_SHARD_DIM = "dp_cp_shard"
-_DATA_DIMS = ("dp_replicate", _SHARD_DIM, "cp_replicate")
-_TENSOR_DIM = "tp"
 _STEP_METHODS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
@@ -89,13 +83,11 @@ def parallelize_module(
         align_gradients(parameter for parameter in module.parameters() if parameter not in _managed_by_fsdp(module))
     else:
         resolved = resolved or resolve_plan(module, plan, context.mesh_params)
-        present = {id(child) for child in module.modules()}
-        splits = [choice for choice in resolved.splits.values() if id(choice.module) in present]
-        split_layers(module, splits, context.mesh_for(DENSE_DOMAIN)[_TENSOR_DIM])
+        split_by_plan(module, resolved, context)
         if roots is not None:
             _refuse_shards_outside(module, roots, resolved)
         for root in [module] if roots is None else roots:
-            _shard(root, context, plan, resolved)
+            shard_by_plan(root, context, plan, resolved)
     if isinstance(module, FSDPModule):
         _register_steps(module)
     _keep_class_names(module)
@@ -105,37 +97,8 @@ def parallelize_module(
 
 def data_parallel_groups(context: DistributedContext) -> tuple[dist.ProcessGroup, ...]:
     """Return the groups of the data-parallel mesh dimensions, innermost first; those of size 1 are left out."""
-    mesh = context.mesh_for(DENSE_DOMAIN)[_DATA_DIMS]
+    mesh = context.mesh_for(DENSE_DOMAIN)[DATA_DIMS]
     return tuple(mesh.get_group(dim) for dim in reversed(range(mesh.ndim)) if mesh.size(dim) > 1)
-
-
-def _data_mesh(context: DistributedContext) -> DeviceMesh:
-    """Return the mesh that layouts are recorded on: the data dimensions, and that of split layers where there are any."""
-    dims = (*_DATA_DIMS, _TENSOR_DIM) if context.mesh_params.has_tensor_parallel else _DATA_DIMS
-    return context.mesh_for(DENSE_DOMAIN)[dims]
-
-
-def _shard(root: nn.Module, context: DistributedContext, plan: ParallelPlan, resolved: ResolvedPlan) -> None:
-    """Shard what a plan says of a root and of what is below it."""
-    mesh = _data_mesh(context)
-    if mesh.size(_DATA_DIMS.index(_SHARD_DIM)) == 1:
-        return
-    if resolved.placements is None:
-        # Numbers such as a temperature have no dimension to shard along, and stay replicated.
-        ignored = {parameter for parameter in root.parameters() if parameter.ndim == 0}
-        _shard_blocks(root, mesh, {**plan.fsdp_kwargs, "ignored_params": ignored}, resolved)
-    else:
-        _shard_chosen(root, mesh, resolved.placements, plan.fsdp_kwargs)
-
-
-def _shard_blocks(root: nn.Module, mesh: DeviceMesh, fsdp_kwargs: Mapping[str, Any], resolved: ResolvedPlan) -> None:
-    """Shard each repeated block, or each part of some size, and what is left as the root."""
-    below = {child for child in root.modules() if child is not root}
-    units = [block for block in resolved.units if block in below]
-    for unit in _without_shared_parameters(root, units):
-        if any(parameter.ndim for parameter in unit.parameters()):
-            parallelize_hsdp(unit, mesh, _SHARD_DIM, **fsdp_kwargs)
-    _shard_root(root, mesh, fsdp_kwargs)
 
 
 def _refuse_shards_outside(module: nn.Module, roots: Sequence[nn.Module], resolved: ResolvedPlan) -> None:
@@ -150,54 +113,6 @@ def _refuse_shards_outside(module: nn.Module, roots: Sequence[nn.Module], resolv
     ]
     if problems:
         raise ValueError(f"parallelize: {'. '.join(problems)}.")
-
-
-def _shard_root(module: nn.Module, mesh: DeviceMesh, fsdp_kwargs: Mapping[str, Any]) -> None:
-    # The code of a step may use the root's parameters after `forward` has ended, so they stay gathered until the
-    # backward pass, which needs them at once anyway.
-    parallelize_hsdp(module, mesh, _SHARD_DIM, **{**fsdp_kwargs, "reshard_after_forward": False})
-
-
-def _without_shared_parameters(module: nn.Module, units: list[nn.Module]) -> list[nn.Module]:
-    """Drop units that share a parameter with something outside: FSDP would cut the tie."""
-    uses = Counter(parameter for _, parameter in _slots(module))
-    return [
-        unit
-        for unit in units
-        if all(uses[parameter] == count for parameter, count in Counter(p for _, p in _slots(unit)).items())
-    ]
-
-
-def _slots(module: nn.Module) -> Iterator[tuple[nn.Module, nn.Parameter]]:
-    """Yield each place of each parameter, so that a shared one comes several times."""
-    for owner in module.modules():
-        for parameter in owner._parameters.values():
-            if parameter is not None:
-                yield owner, parameter
-
-
-def _shard_chosen(
-    root: nn.Module, mesh: DeviceMesh, placements: Mapping[str, Choice], fsdp_kwargs: Mapping[str, Any]
-) -> None:
-    """Shard the submodules that a plan names, inner ones first. Of what contains a parameter the innermost name counts."""
-    by_depth = [placements[name] for name in sorted(placements, key=lambda name: name.count(".") + bool(name))]
-    innermost: dict[nn.Parameter, object] = {}
-    for choice in by_depth:
-        innermost.update(dict.fromkeys(choice.module.parameters(), choice.value))
-    kept = {
-        parameter
-        for parameter in root.parameters()
-        if innermost.get(parameter, "replicate") == "replicate" or parameter.ndim == 0
-    }
-    is_sharded = any(parameter not in kept for parameter in root.parameters())
-    kwargs = {**fsdp_kwargs, "ignored_params": kept}
-    below = set(root.modules())
-    units = [choice.module for choice in reversed(by_depth) if choice.value != "replicate" and choice.module in below]
-    for unit in dict.fromkeys(units):
-        parallelize_hsdp(unit, mesh, _SHARD_DIM, **kwargs)
-    if is_sharded and root not in units:
-        # FSDP wants one root above its units, which also lets them prefetch.
-        _shard_root(root, mesh, kwargs)
 
 
 def _managed_by_fsdp(module: nn.Module) -> set[nn.Parameter]:

@@ -111,14 +111,14 @@ def problems_of(mesh=None, num_devices=4, num_nodes=1, **options):
         ({"mesh": {"context_parallel_shard": 4}}, ["does not support context_parallel_shard (4) yet"]),
         (
             {
-                "mesh": {"pipeline_parallel": 2, "expert_parallel": 2, "data_parallel_shard": 2, "tensor_parallel": 2},
+                "mesh": {"pipeline_parallel": 2, "context_parallel_shard": 2, "tensor_parallel": 2},
                 "schedule": "none",
                 "microbatches": -1,
                 "launcher": "none",
             },
             [
                 "The mesh needs 8 processes",
-                "does not support expert_parallel (2) yet",
+                "does not support context_parallel_shard (2) yet",
                 "schedule 'none' is not known",
                 "pipeline_parallel (2) needs pipeline_module",
                 "microbatches (-1)",

@@ -5,10 +5,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from d9d.core.module_names import collapse_numbers
+from d9d.module.parallelism.explain import predict_layouts, read_layouts
+from d9d.module.parallelism.plan import ParallelPlan, resolve_plan
 from d9d_lightning import D9DStrategy
-from d9d_lightning.placements.explain import predict_layouts, read_layouts, steps_line
-from d9d_lightning.placements.names import collapse_numbers
-from d9d_lightning.placements.plan import ParallelPlan, resolve_plan
+from d9d_lightning.placements.explain import steps_line
 from tests.d9d_lightning.support import seeded
 from tests.d9d_lightning.test_tensor_parallel import MESHES, PLAN, Classifier, Tied, train
 
@@ -34,6 +35,7 @@ def test_bytes_by_hand():
     assert [cell.strip() for cell in cells] == [
         "embed.weight",
         "11x8",
+        "dense",
         "dp_cp_shard dim 0, tp dim 0",
         "float32",
         "96 B",
@@ -115,5 +117,5 @@ def test_a_pipeline_is_explained_before_it_is_cut():
     text = strategy.explain(Stack())
     assert "gather, pipeline over 2 ranks (interleaved)" in text
     rows = {line.split()[0]: line for line in text.splitlines() if line}
-    assert [rows[f"model.{index}.weight"].split()[2:4] for index in range(4)] == [["pp", "stage"]] * 4
+    assert [rows[f"model.{index}.weight"].split()[3:5] for index in range(4)] == [["pp", "stage"]] * 4
     assert rows["total"].split() == ["total", "160", "B", "288", "B"]  # (8 + 2 * 16) and (8 + 4 * 16) times 4

@@ -78,7 +78,6 @@ def test_torchrun_against_mesh():
     [
         {"context_parallel_shard": 2},
         {"context_parallel_replicate": 2},
-        {"data_parallel_shard": 2, "expert_parallel": 2},
     ],
     ids=str,
 )

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel
 
+from d9d.module.parallelism.plan import ParallelPlan, read_plan, resolve_plan
 from d9d_lightning import D9DStrategy, DeviceMeshParameters
-from d9d_lightning.placements.plan import ParallelPlan, read_plan, resolve_plan
 
 
 class Mlp(nn.Module):

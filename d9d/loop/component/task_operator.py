@@ -1,11 +1,14 @@
 """Run a pack of microbatches through the pipeline, with the task in between."""
 
 import typing
+from collections.abc import Sequence
+from functools import partial
 
 import torch
 
 from d9d.core.dist_context import DistributedContext
 from d9d.core.pytree import tree_leaves
+from d9d.core.side_loss import LOSS_SCALE, announce_loss
 from d9d.core.types import IdleMicrobatch, MicrobatchPack
 from d9d.loop.component.gradient_manager import GradientManager
 from d9d.loop.component.inference_operator import InferenceTaskOperator, unwrap_idle
@@ -58,35 +61,55 @@ class TrainTaskOperator(typing.Generic[TBatch, TPipelineInput, TSharedInput, TPi
         """
         inputs: list[TPipelineInput] = []
         shared: list[TSharedInput] = []
+        weights: list[torch.Tensor | None] = []
         try:
             for index, microbatch in enumerate(pack):
                 batch, is_idle = unwrap_idle(microbatch)
                 built = self._task.build_forward_inputs(BuildForwardInputsContext(batch=batch))
                 inputs.append(built.input)
                 shared.append(built.shared)
+                weights.append(torch.zeros(()) if is_idle else built.loss_weight)
                 self._state.store(index, built.state)
                 if is_idle:
                     self._idle.add(index)
-            self._gradient_manager.set_required_accumulations(len(inputs))
+            self._gradient_manager.set_required_accumulations(len(inputs), weights)
             with self._recorder.watch_step():
-                self._pipeline.step(tuple(inputs), tuple(shared), self._weighted_loss)
+                self._pipeline.step(tuple(inputs), tuple(shared), partial(self._weighted_loss, weights))
         finally:
+            LOSS_SCALE.set(None)
             self._state.reset()
             self._idle.clear()
 
-    def _weighted_loss(self, output: TPipelineOutput, microbatch_index: int) -> torch.Tensor:
+    def _weighted_loss(
+        self, weights: Sequence[torch.Tensor | None], output: TPipelineOutput, microbatch_index: int
+    ) -> torch.Tensor:
+        weight = weights[microbatch_index]
         if microbatch_index in self._idle:
             nothing = torch.zeros(())
             _silence_where_zero(output, nothing)
-            return self._gradient_manager.add_loss_with_weight(_any_loss(output), nothing)
+            return self._gradient_manager.add_loss_with_weight(_announced(_any_loss(output)), nothing)
         with self._state.scope(microbatch_index) as state:
             result = self._task.compute_loss(
                 ComputeLossContext(pipeline_results=output, state=state, schedule=self._schedule)
             )
             self._task.update_metrics(UpdateMetricsContext(state=state, metrics=self._metrics.children))
         if result.loss_weight is not None:
-            _silence_where_zero(output, result.loss_weight)
-        return self._gradient_manager.add_loss_with_weight(result.loss, result.loss_weight)
+            _refuse_second_weight(weight)
+            weight = result.loss_weight
+        if weight is not None:
+            _silence_where_zero(output, weight)
+        return self._gradient_manager.add_loss_with_weight(_announced(result.loss), weight)
+
+
+def _announced(loss: torch.Tensor) -> torch.Tensor:
+    return announce_loss(loss) if LOSS_SCALE.is_awaited else loss
+
+
+def _refuse_second_weight(known: torch.Tensor | None) -> None:
+    if known is not None:
+        raise ValueError(
+            "both build_forward_inputs() and compute_loss() returned a loss_weight for one microbatch. Return it in one place."
+        )
 
 
 def _any_loss(output: object) -> torch.Tensor:

@@ -64,11 +64,14 @@ class BuildForwardInputsResult(typing.Generic[TPipelineInput, TSharedInput, TSta
         input: Input of the first stage.
         shared: Data that every stage gets.
         state: What the loss or the metrics need besides the model output; kept on this rank until the step is done.
+        loss_weight: Weight of the microbatch, if it is known here already; then `ComputeLossResult` has none. Stages whose
+            layers add losses of their own need it, as they never see what `compute_loss` returns.
     """
 
     input: TPipelineInput
     shared: TSharedInput
     state: TState
+    loss_weight: torch.Tensor | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

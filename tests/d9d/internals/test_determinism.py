@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from d9d.core.dist_context import DeviceMeshParameters
-from d9d.internals.determinism import seeded, set_seeds
+from d9d.internals.determinism import seeded, set_seeds, set_step_seeds
 
 
 def draw() -> tuple[float, float, float]:
@@ -49,6 +49,18 @@ def test_another_dimension_may_differ():
     assert a == c
     assert b == d
     assert a != b
+
+
+@pytest.mark.world_size(4)
+@pytest.mark.parametrize("outer", ["data_parallel_replicate", "pipeline_parallel"])
+def test_dropout_is_that_of_tensor_parallel_peers_and_of_nobody_else(outer):
+    set_step_seeds(DeviceMeshParameters(tensor_parallel=2, **{outer: 2}).build(), 5)
+    mask = torch.nn.functional.dropout(torch.ones(64), 0.5)
+    masks = [torch.empty(64) for _ in range(4)]
+    dist.all_gather(masks, mask)
+    assert torch.equal(masks[0], masks[1])  # tp is the innermost dimension
+    assert torch.equal(masks[2], masks[3])
+    assert not torch.equal(masks[0], masks[2])
 
 
 @pytest.mark.world_size(2)

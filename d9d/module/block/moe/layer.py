@@ -11,6 +11,7 @@ from .communications import ExpertCommunicationHandler, NoCommunicationHandler
 from .experts import GroupedSwiGLU
 from .grouped_mm import AnyGroupedMmBackendConfig
 from .router import TopKRouter
+from .router_loss import RouterLosses, RouterLossParameters
 from .routing import RoutingParameters
 from .shared import SharedExpertParameters, SharedSwiGLU
 
@@ -65,6 +66,7 @@ class MoELayer(nn.Module, ModuleLateInit):
         )
         self.shared_expert = None if shared_expert is None else SharedSwiGLU(hidden_dim, shared_expert)
         self._communicator: ExpertCommunicationHandler = NoCommunicationHandler(num_grouped_experts)
+        self._router_losses: RouterLosses | None = None
         self.register_buffer("tokens_per_expert", torch.zeros(num_grouped_experts, dtype=torch.int64), persistent=False)
 
     @property
@@ -94,6 +96,18 @@ class MoELayer(nn.Module, ModuleLateInit):
         if group.size() > 1:
             self.use_communicator(AllToAllCommunicationHandler(self.num_experts, group))
 
+    def use_router_losses(self, params: RouterLossParameters, group: ProcessGroup | None = None) -> None:
+        """Train the router for balanced loads or small logits too. See [Note: what router losses count for].
+
+        The values of outputs and losses do not change. In a pipeline of the native trainer, the task must return
+        ``loss_weight`` from ``build_forward_inputs``.
+
+        Args:
+            params: Coefficients and scope; both coefficients 0 takes the losses away.
+            group: Ranks over which loads are counted; None for this one. See `RouterLosses`.
+        """
+        self._router_losses = RouterLosses(params, group) if params.load_balancing or params.z_loss else None
+
     @torch.no_grad()
     def reset_stats(self) -> None:
         """Start to count tokens anew."""
@@ -114,7 +128,9 @@ class MoELayer(nn.Module, ModuleLateInit):
         )
         outputs = self.grouped_experts(slots, probabilities, groups)
         result = self._communicator.combine(outputs).view_as(hidden_states)
-        return result if self.shared_expert is None else result + self.shared_expert(hidden_states)
+        if self.shared_expert is not None:
+            result = result + self.shared_expert(hidden_states)
+        return result if self._router_losses is None else self._router_losses.attach(result, routing)
 
     @torch.no_grad()
     def _count(self, expert_indices: torch.Tensor) -> None:

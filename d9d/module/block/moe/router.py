@@ -23,6 +23,10 @@ class RoutingResult:
     """``(N, K)`` integers."""
     selected_probabilities: torch.Tensor
     """``(N, K)``, the weights of their outputs, in fp32 at least."""
+    logits: torch.Tensor
+    """``(N, E)``."""
+    probabilities: torch.Tensor
+    """``(N, E)``, those of all experts, in fp32 at least; without the bias, and not divided by anything."""
 
 
 class TopKRouter(nn.Module, ModuleLateInit):
@@ -89,7 +93,12 @@ class TopKRouter(nn.Module, ModuleLateInit):
             # Sigmoids may all be zero. The number is that of the code published with DeepSeek-V3.
             selected = selected / (selected.sum(-1, keepdim=True) + 1e-20)
         selected = selected * self._routing.scaling_factor
-        return RoutingResult(selected_expert_indices=indices, selected_probabilities=selected)
+        return RoutingResult(
+            selected_expert_indices=indices,
+            selected_probabilities=selected,
+            logits=logits,
+            probabilities=probabilities,
+        )
 
     def _logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         if not self._routing.has_wide_logits:

@@ -6,62 +6,35 @@ import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, Self, TypeAlias, get_args
+from typing import Any, Self, TypeAlias
 
 import yaml
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
+from torch.distributed.tensor.parallel import ParallelStyle
 
 from d9d.core.dist_context import DeviceMeshParameters, DistributedContext
+from d9d.core.module_names import collapse_numbers, matches, nearest
+from d9d.module.parallelism.plan_words import (
+    CLOSING_WORD,
+    DATA_WORDS,
+    EXPERT_WORD,
+    OPENING_WORDS,
+    SEQUENCE_WORD,
+    WORDS,
+    Choice,
+    Placement,
+    layer_problems,
+    likely_word,
+    size_problems,
+)
 from d9d.module.parallelism.units import repeated_blocks, wrap_by_size
-from d9d_lightning.pipeline.stage_cut import matches, nearest
-from d9d_lightning.placements.names import collapse_numbers
 
-DataPlacement: TypeAlias = Literal["replicate", "shard", "hsdp"]
-"""Where the parameters of a submodule are over the data-parallel ranks; "hsdp" is another word for "shard"."""
-
-LayerSplit: TypeAlias = Literal["colwise", "colwise_gather", "colwise_dtensor", "rowwise", "rowwise_split", "vocab"]
-"""How a layer is split over the tensor-parallel ranks.
-
-- "colwise": a Linear (or Embedding) computes a part of its output features on each rank. The code behind it sees that part.
-- "colwise_gather": the same, and the output is put together again.
-- "colwise_dtensor": the same as "colwise", but the code behind it sees a DTensor of the whole shape.
-- "rowwise": a Linear takes a part of its input features on each rank, as "colwise" leaves them; the outputs are summed.
-- "rowwise_split": the same for an input that every rank has whole.
-- "vocab": an Embedding holds a part of its rows on each rank; the outputs are summed.
-"""
-
-Placement: TypeAlias = DataPlacement | LayerSplit
 Parallelize: TypeAlias = (
     Callable[[nn.Module, DistributedContext], None] | Mapping[str, Placement | ParallelStyle] | str | None
 )
 """How to distribute a module: a function, placements by name pattern, a YAML file of them, or None for the default."""
 
-_DATA_WORDS = get_args(DataPlacement)
-_STYLES: Mapping[str, Callable[[], ParallelStyle]] = {
-    "colwise": ColwiseParallel,
-    "colwise_gather": lambda: ColwiseParallel(output_layouts=Replicate()),
-    "colwise_dtensor": lambda: ColwiseParallel(use_local_output=False),
-    "rowwise": RowwiseParallel,
-    "rowwise_split": lambda: RowwiseParallel(input_layouts=Replicate()),
-    "vocab": lambda: RowwiseParallel(input_layouts=Replicate()),
-}
-_LAYERS: Mapping[str, tuple[type[nn.Module], ...]] = {
-    "colwise": (nn.Linear, nn.Embedding),
-    "colwise_gather": (nn.Linear, nn.Embedding),
-    "colwise_dtensor": (nn.Linear, nn.Embedding),
-    "rowwise": (nn.Linear,),
-    "rowwise_split": (nn.Linear,),
-    "vocab": (nn.Embedding,),
-}
-"""The classes of layers that each word splits."""
-
-_WORDS = (*_DATA_WORDS, *_STYLES)
-
-_OPENING = ("colwise", "colwise_dtensor")
-_CLOSING = "rowwise"
 _BLOCK_DEPTH = 2
 """How far below a block its layers may be: ``attn.q`` and ``attn.out.linear`` belong together."""
 
@@ -108,32 +81,20 @@ class ParallelPlan:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
-    """What a plan says about one submodule."""
-
-    module: nn.Module
-    """The submodule."""
-    pattern: str
-    """The pattern that has named it."""
-    value: Placement | ParallelStyle
-    """A word, or one of torch's styles."""
-
-    @property
-    def style(self) -> ParallelStyle:
-        """The torch style that splits the layer."""
-        return self.value if isinstance(self.value, ParallelStyle) else _STYLES[self.value]()
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ResolvedPlan:
     """A pattern plan for one module; a submodule may have a placement over the data-parallel ranks and a split."""
 
     splits: Mapping[str, Choice]
-    """Layers to split over the tensor-parallel ranks, by name; empty where there is one such rank only."""
+    """Layers to split over tensor-parallel or expert-parallel ranks, by name; empty where there is one such rank only."""
     placements: Mapping[str, Choice] | None
     """Placements over the data-parallel ranks, by name. None: the plan says nothing of them, as the default does."""
     units: tuple[nn.Module, ...]
     """The FSDP units of the default: the blocks that the module repeats, or else submodules of some size."""
+
+    @property
+    def is_sequence_parallel(self) -> bool:
+        """Whether tensor-parallel ranks have parts of the tokens between blocks. See [Note: words for blocks]."""
+        return any(choice.value == SEQUENCE_WORD for choice in self.splits.values())
 
 
 def read_plan(parallelize: Parallelize) -> Parallelize:
@@ -170,7 +131,7 @@ def resolve_plan(module: nn.Module, plan: ParallelPlan, params: DeviceMeshParame
     On a module that is to be cut into stages, call it before the cut: it must have all layers.
 
     Args:
-        module: The LightningModule, not distributed yet.
+        module: The whole module, not distributed yet.
         plan: What the user has said. A function is not resolved.
         params: Parallelism degrees.
 
@@ -179,21 +140,32 @@ def resolve_plan(module: nn.Module, plan: ParallelPlan, params: DeviceMeshParame
     """
     modules = dict(module.named_modules(remove_duplicate=False))
     data, splits, problems = _choose(modules, plan)
-    problems += _split_problems(splits, modules, params.tensor_parallel)
-    if not splits and params.has_tensor_parallel:
-        problems.append(_how_to_split(module, params.tensor_parallel))
+    problems += _split_problems(splits, modules, params)
+    if params.has_tensor_parallel:
+        if all(choice.value == EXPERT_WORD for choice in splits.values()):
+            problems.append(_how_to_split(module, params.tensor_parallel))
+        problems += _sequence_problems(splits, module)
+    if params.has_expert_parallel and all(choice.value != EXPERT_WORD for choice in splits.values()):
+        problems.append(_how_to_share_experts(module, params.expert_parallel))
     if problems:
         raise ValueError(f"parallelize: {'. '.join(problems)}.")
     units = repeated_blocks(module) or wrap_by_size(module, plan.min_unit_params)
-    return ResolvedPlan(
-        splits=splits if params.has_tensor_parallel else {}, placements=data or None, units=tuple(units)
-    )
+    return ResolvedPlan(splits=_in_use(splits, params), placements=data or None, units=tuple(units))
 
 
 def rules_of(module: nn.Module, plan: ParallelPlan, params: DeviceMeshParameters) -> ResolvedPlan:
     """Find what `resolve_plan` has found, on a module that was distributed and perhaps cut since. Nothing is checked."""
     data, splits, _ = _choose(dict(module.named_modules(remove_duplicate=False)), plan)
-    return ResolvedPlan(splits=splits if params.has_tensor_parallel else {}, placements=data or None, units=())
+    return ResolvedPlan(splits=_in_use(splits, params), placements=data or None, units=())
+
+
+def _in_use(splits: Mapping[str, Choice], params: DeviceMeshParameters) -> dict[str, Choice]:
+    """Leave out what the mesh has no ranks for."""
+    return {
+        name: choice
+        for name, choice in splits.items()
+        if params.has_tensor_parallel or (choice.value == EXPERT_WORD and params.has_expert_parallel)
+    }
 
 
 def _choose(modules: _Modules, plan: ParallelPlan) -> tuple[dict[str, Choice], dict[str, Choice], list[str]]:
@@ -203,14 +175,14 @@ def _choose(modules: _Modules, plan: ParallelPlan) -> tuple[dict[str, Choice], d
     data: dict[str, Choice] = {}
     splits: dict[str, Choice] = {}
     for pattern, value in patterns.items():
-        if not isinstance(value, ParallelStyle) and value not in _WORDS:
-            near = difflib.get_close_matches(str(value), _WORDS, n=1)
+        if not isinstance(value, ParallelStyle) and value not in WORDS:
+            near = difflib.get_close_matches(str(value), WORDS, n=1)
             hint = f" (did you mean {near[0]!r}?)" if near else ""
-            problems.append(f"{pattern!r}: unknown placement {value!r}{hint}, valid are {', '.join(_WORDS)}")
+            problems.append(f"{pattern!r}: unknown placement {value!r}{hint}, valid are {', '.join(WORDS)}")
         found = [name for name in modules if _is_named(name, pattern)]
         if not found:
             problems.append(f"{pattern!r} matches no submodule{nearest(pattern, list(modules))}")
-        chosen = data if value in _DATA_WORDS else splits
+        chosen = data if value in DATA_WORDS else splits
         for name in found:
             chosen.setdefault(name, Choice(module=modules[name], pattern=pattern, value=value))
     return data, splits, problems
@@ -223,30 +195,17 @@ def _is_named(name: str, pattern: str) -> bool:
     return not name.endswith(_COMPILED) and matches(name.replace(f"{_COMPILED}.", ""), pattern)
 
 
-def cut_dims(choice: Choice) -> Mapping[str, int | None]:
-    """Return the tensor dimension along which a word cuts each parameter of its layer, None where it does not.
-
-    Empty for styles of torch, which know themselves.
-    """
-    match choice.value:
-        case "colwise" | "colwise_gather" | "colwise_dtensor":
-            is_embedding = isinstance(choice.module, nn.Embedding)
-            return {"weight": 1} if is_embedding else {"weight": 0, "bias": 0}
-        case "rowwise" | "rowwise_split":
-            return {"weight": 1, "bias": None}
-        case "vocab":
-            return {"weight": 0}
-        case _:
-            return {}
-
-
-def _split_problems(splits: Mapping[str, Choice], modules: _Modules, degree: int) -> list[str]:
+def _split_problems(splits: Mapping[str, Choice], modules: _Modules, params: DeviceMeshParameters) -> list[str]:
     """Say which layers cannot be split as a plan says; blocks that repeat are named once."""
     by_layer: dict[str, tuple[str, str]] = {}
     for name, choice in splits.items():
-        if isinstance(choice.value, ParallelStyle) or choice.value not in _STYLES:
+        if choice.value not in WORDS:
             continue
-        found = list(_layer_problems(choice)) or [*_size_problems(choice, degree), *_unpaired(name, splits, modules)]
+        found = list(layer_problems(choice)) or [
+            *size_problems(choice, params.tensor_parallel, params.expert_parallel),
+            *_unpaired(name, splits, modules),
+            *_nested(name, splits),
+        ]
         if found:
             by_layer[name] = (choice.pattern, "; ".join(found))
     groups = collapse_numbers(by_layer)
@@ -254,30 +213,37 @@ def _split_problems(splits: Mapping[str, Choice], modules: _Modules, degree: int
     return [f"{pattern!r} splits {name}, which {reason}" for name, pattern, reason in reasons]
 
 
-def _layer_problems(choice: Choice) -> Iterator[str]:
-    layer, classes = choice.module, _LAYERS[str(choice.value)]
-    if not isinstance(layer, classes):
-        wanted = " or ".join(f"nn.{each.__name__}" for each in classes)
-        yield f"is a {type(layer).__name__}, but {choice.value!r} is for {wanted}"
-    elif any(True for _ in layer.children()):
-        yield f"has submodules of its own: name the {type(layer).__name__} among them"
-    elif isinstance(layer, nn.Embedding) and (layer.max_norm is not None or layer.sparse):
-        yield "has max_norm or sparse gradients, and a split embedding cannot have them"
+def _nested(name: str, splits: Mapping[str, Choice]) -> Iterator[str]:
+    outer = name
+    while outer:
+        outer = outer.rpartition(".")[0]
+        if outer in splits:
+            yield f"is inside of {outer!r}, all of which {splits[outer].word!r} splits"
 
 
-def _size_problems(choice: Choice, degree: int) -> Iterator[str]:
-    """Between "colwise" and "rowwise" each rank has a plain tensor, and torch takes all of them to be of one size."""
-    dim = cut_dims(choice)["weight"]
-    if choice.value not in (*_OPENING, _CLOSING) or dim is None:
-        return
-    size = choice.module.get_parameter("weight").size(dim)
-    if size % degree:
-        valid = [str(divisor) for divisor in range(1, size + 1) if size % divisor == 0]
-        shown = ", ".join(valid[:8]) + (", ..." if len(valid) > 8 else "")
-        yield (
-            f"has {size} features to split, which tensor_parallel ({degree}) does not divide: valid degrees are {shown}, "
-            f"and 'colwise_gather' and 'rowwise_split' take any"
+def _sequence_problems(splits: Mapping[str, Choice], module: nn.Module) -> list[str]:
+    """Say what would see a part of the tokens without knowing it: gradients would be those of the part."""
+    if all(choice.value != SEQUENCE_WORD for choice in splits.values()):
+        return []
+    single = {
+        name: choice.word for name, choice in splits.items() if isinstance(choice.module, nn.Linear | nn.Embedding)
+    }
+    inside = {parameter for choice in splits.values() for parameter in choice.module.parameters()}
+    whole = {
+        name: "" for name, parameter in module.named_parameters() if parameter.requires_grad and parameter not in inside
+    }
+    problems: list[str] = []
+    if single:
+        names = ", ".join(group.name for group in collapse_numbers(single))
+        problems.append(
+            f"'sequence' is for plans of whole blocks ('attention', 'ffn', 'vocab', 'expert'), but {names} are layers"
         )
+    if whole:
+        names = ", ".join(group.name for group in collapse_numbers(whole))
+        problems.append(
+            f"with 'sequence' every parameter must belong to something that the plan names, but these do not: {names}"
+        )
+    return problems
 
 
 def _unpaired(name: str, splits: Mapping[str, Choice], modules: _Modules) -> Iterator[str]:
@@ -286,9 +252,9 @@ def _unpaired(name: str, splits: Mapping[str, Choice], modules: _Modules) -> Ite
     Nothing would fail there, and something else would be computed.
     """
     word = splits[name].value
-    if word not in ("colwise", _CLOSING):
+    if word not in ("colwise", CLOSING_WORD):
         return
-    others = (_CLOSING,) if word == "colwise" else _OPENING
+    others = (CLOSING_WORD,) if word == "colwise" else OPENING_WORDS
     for other, its in splits.items():
         is_other_kind = isinstance(its.value, ParallelStyle) or its.value in others
         if is_other_kind and _are_near(name, other, modules):
@@ -309,15 +275,28 @@ def _are_near(name: str, other: str, modules: _Modules) -> bool:
 
 def _how_to_split(module: nn.Module, degree: int) -> str:
     """Tell what a plan could name, by listing the layers."""
+    blocks = {name: word for name, child in module.named_modules() if (word := likely_word(child)) is not None}
+    inside = tuple(f"{name}." for name in blocks)
     sizes = {
         name: f"{child.in_features} -> {child.out_features}"
         for name, child in module.named_modules()
-        if isinstance(child, nn.Linear)
+        if isinstance(child, nn.Linear) and not name.startswith(inside)
     }
-    listed = [f"{group.name} ({sizes[group.members[0]]})" for group in collapse_numbers(sizes)]
+    listed = [f"{group.name} ({blocks[group.members[0]]!r})" for group in collapse_numbers(blocks)]
+    listed += [f"{group.name} ({sizes[group.members[0]]})" for group in collapse_numbers(sizes)]
     shown = ", ".join(listed[:12]) + (f" and {len(listed) - 12} more" if len(listed) > 12 else "")
     return (
         f"tensor_parallel is {degree}, and nothing says which layers to split, so that its ranks would all do the same. "
         f"Give a plan such as {{'blocks.*.up': 'colwise', 'blocks.*.down': 'rowwise'}}, or set tensor_parallel to 1. "
-        f"Linear layers of {type(module).__name__}: {shown or 'none'}"
+        f"Layers of {type(module).__name__}: {shown or 'none'}"
+    )
+
+
+def _how_to_share_experts(module: nn.Module, degree: int) -> str:
+    layers = {name: "" for name, child in module.named_modules() if likely_word(child) == EXPERT_WORD}
+    shown = ", ".join(group.name for group in collapse_numbers(layers))
+    return (
+        f"expert_parallel is {degree}, and nothing says which layers have experts to share. Give a plan such as "
+        f"{{'layers.*.moe': 'expert'}}, or set expert_parallel to 1. Layers with experts in {type(module).__name__}: "
+        f"{shown or 'none'}"
     )

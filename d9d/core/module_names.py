@@ -1,7 +1,21 @@
-"""Show the names of repeated blocks as one: ``blocks.{0-11}.attn.q``."""
+"""Dotted names of modules: patterns of them, and repeated ones shown as one, ``blocks.{0-11}.attn.q``."""
 
 import dataclasses
-from collections.abc import Hashable, Mapping
+import difflib
+import fnmatch
+from collections.abc import Hashable, Mapping, Sequence
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Match a dotted name part by part, so that ``blocks.*`` is each block, but nothing inside of it."""
+    parts, patterns = name.split("."), pattern.split(".")
+    return len(parts) == len(patterns) and all(map(fnmatch.fnmatchcase, parts, patterns))
+
+
+def nearest(pattern: str, names: Sequence[str]) -> str:
+    """Name what a pattern without a match may have meant, as the end of a message."""
+    near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.3)
+    return f"; the nearest are {', '.join(map(repr, near))}" if near else ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,146 @@
+"""Pattern plans over the blocks of models: a step of one process, and what plans may not say."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from d9d.core.dist_context import DeviceMeshParameters
+from d9d.loop.component import GradientManager, TrackedModules
+from d9d.loop.component.tracked_modules import everything
+from d9d.loop.config import GradientManagerConfig
+from d9d.module.parallelism.explain import explain_plan, predict_layouts, read_layouts
+from d9d.module.parallelism.plan import ParallelPlan, resolve_plan
+from d9d.module.parallelism.plan_apply import parallelize_by_plan
+from tests.d9d.module.block.oracles import FP64
+from tests.d9d.module.model.catalogue import tokens
+from tests.d9d.module.model.test_distributed import causal_lm, losses_of
+from tests.harness.parity import assert_close_tree, named_full_gradients, named_full_parameters
+
+DENSE, MOE = "qwen3 dense", "qwen3 moe"
+BLOCKS = {
+    "backbone.embed_tokens": "vocab",
+    "backbone.layers.*.self_attn": "attention",
+    "head": "vocab",
+}
+FFN, EXPERTS = {"backbone.layers.*.mlp": "ffn"}, {"backbone.layers.*.mlp": "expert"}
+NORMS = {"backbone.layers.*.*_layernorm": "sequence", "backbone.norm": "sequence"}
+
+
+def plan_of(patterns: Any) -> ParallelPlan:
+    return ParallelPlan.read(patterns, 100, None, None)
+
+
+def check(name: str, patterns: Any, **degrees: int) -> nn.Module:
+    """Losses, gradients and a step, and the table that was foretold."""
+    params = DeviceMeshParameters(**degrees)
+    context = params.build()
+    split, single = causal_lm(name, False), causal_lm(name, False)
+    predicted = predict_layouts(single, resolve_plan(single, plan_of(patterns), params), params)
+    parallelize_by_plan(split, context, plan_of(patterns))
+    read = read_layouts(split)
+    assert {key: (each.domain, each.placements) for key, each in read.items()} == {
+        key: (each.domain, each.placements) for key, each in predicted.items()
+    }
+    if torch.distributed.get_rank() == 0:
+        assert {key: each.local_bytes for key, each in read.items()} == {
+            key: each.local_bytes for key, each in predicted.items()
+        }
+    manager = GradientManager(context, TrackedModules(context, [split], everything), GradientManagerConfig())
+    with manager.install():
+        manager.set_required_accumulations(1)
+        losses = losses_of(split, tokens(seed=context.dp_rank))
+        start = manager.add_loss_with_weight(losses.sum(), None)
+        manager.before_backward(0, is_last=True, is_split=False)
+        start.backward()
+        manager.after_backward(0, is_last=True, is_split=False)
+        manager.sync_and_scale()
+        for rank in range(params.data_ranks):
+            (losses_of(single, tokens(seed=rank)).sum() / params.data_ranks).backward()
+        assert_close_tree(named_full_gradients(split), named_full_gradients(single), **FP64)
+        for model in (split, single):
+            torch.optim.SGD(model.parameters(), lr=0.1, foreach=False).step()
+        assert_close_tree(named_full_parameters(split), named_full_parameters(single), **FP64)
+    return split
+
+
+@pytest.mark.world_size(2, timeout_s=180.0)
+@pytest.mark.parametrize(
+    ("name", "patterns", "degrees"),
+    [
+        (DENSE, {**BLOCKS, **FFN, **NORMS}, {"tensor_parallel": 2}),
+        (DENSE, {"backbone.layers.*": "shard", "head": "replicate"}, {"data_parallel_shard": 2}),
+        (MOE, EXPERTS, {"data_parallel_replicate": 2, "expert_parallel": 2}),
+        (DENSE, None, {"data_parallel_shard": 2}),
+    ],
+    ids=["sequence", "some shards", "experts", "default"],
+)
+def test_two_ranks(name: str, patterns: Any, degrees: dict[str, int]):
+    check(name, patterns, **degrees)
+
+
+@pytest.mark.world_size(4, timeout_s=180.0)
+@pytest.mark.parametrize(
+    ("name", "patterns", "degrees"),
+    [
+        (
+            MOE,
+            {**BLOCKS, **EXPERTS, **NORMS},
+            {"data_parallel_shard": 2, "tensor_parallel": 2, "expert_parallel": 2},
+        ),
+        pytest.param(
+            DENSE,
+            {**BLOCKS, **FFN},
+            {"data_parallel_replicate": 2, "tensor_parallel": 2},
+            marks=pytest.mark.exhaustive,
+        ),
+    ],
+    ids=["experts, sequence and shards", "replicas of split layers"],
+)
+def test_four_ranks(name: str, patterns: Any, degrees: dict[str, int]):
+    check(name, patterns, **degrees)
+
+
+@pytest.mark.parametrize(
+    ("name", "patterns", "degrees", "message"),
+    [
+        (DENSE, {**BLOCKS, **FFN}, {"tensor_parallel": 3}, r"self_attn, which does not fit: 4 query heads and 2 key"),
+        (DENSE, {"backbone.layers.*.mlp": "attention"}, {"tensor_parallel": 2}, r"is a SwiGLU, but 'attention' is for"),
+        (DENSE, {**BLOCKS, **NORMS}, {"tensor_parallel": 2}, r"do not: backbone\.layers\.\{0-1\}\.mlp"),
+        (
+            DENSE,
+            {**BLOCKS, **FFN, **NORMS, "backbone.layers.*.mlp.up_proj": "colwise"},
+            {"tensor_parallel": 2},
+            r"inside of 'backbone\.layers\.0\.mlp', all of which 'ffn' splits.*'sequence' is for plans of whole blocks",
+        ),
+        (DENSE, {"backbone.layers.*.attention": "attention"}, {"tensor_parallel": 2}, r"nearest are .*self_attn"),
+        (DENSE, None, {"tensor_parallel": 2}, r"self_attn \('attention'\), .*mlp \('ffn'\), head \('vocab'\)"),
+        (MOE, None, {"data_parallel_shard": 2, "expert_parallel": 2}, r"nothing says which layers have experts"),
+    ],
+)
+def test_what_is_wrong_with_a_plan(name: str, patterns: Any, degrees: dict[str, int], message: str):
+    with pytest.raises(ValueError, match=message):
+        resolve_plan(causal_lm(name, False), plan_of(patterns), DeviceMeshParameters(**degrees))
+
+
+def test_words_from_a_file_are_explained(tmp_path):
+    path = tmp_path / "plan.yaml"
+    path.write_text("".join(f"'{pattern}': {word}\n" for pattern, word in {**BLOCKS, **EXPERTS}.items()))
+    params = DeviceMeshParameters(data_parallel_shard=2, tensor_parallel=2, expert_parallel=2)
+    text = explain_plan(causal_lm(MOE, False), plan_of(str(path)), params)
+    rows = {line.split()[0]: [cell.strip() for cell in line.split("  ") if cell] for line in text.splitlines()}
+    # 29 x 16 doubles, of which the first rank has 15 rows of 29, and 8 of these.
+    assert rows["backbone.embed_tokens.token_embedding.regular.weight"][2:6] == [
+        "dense",
+        "dp_cp_shard dim 0, tp dim 0",
+        "float64",
+        f"{8 * 16 * 8 / 1024:.1f} KiB",
+    ]
+    # 2 of 4 experts of 16 x 12 doubles, in 2 layers.
+    assert rows["backbone.layers.{0-1}.mlp.grouped_experts.up_proj.weight"][2:6] == [
+        "expert",
+        "ep_shard dim 0",
+        "float64",
+        f"{2 * 2 * 16 * 12 * 8 / 1024:.1f} KiB",
+    ]

@@ -1,0 +1,96 @@
+"""Models of the catalogue on every mesh against one process: five losses, all gradients and parameters of the first step."""
+
+import pytest
+import torch
+
+from tests.harness.parity import assert_close_tree
+from tests.numerics.model_runs import Layout, run_engine, run_plainly
+
+TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5}
+"""What the project promises for sums in another order, as the largest difference."""
+LIMIT_S = 240.0  # each operation of a split layer goes through DTensor, in Python
+
+DENSE, MOE = "qwen3 dense", "qwen3 moe"
+PIPELINE = {"pipeline_parallel": 2}
+LAYOUTS: dict[str, Layout] = {
+    "1": Layout(degrees={}),
+    "tp 2": Layout(degrees={"tensor_parallel": 2}),
+    "tp 2, parts of sequences": Layout(degrees={"tensor_parallel": 2}, sequence_parallel=True),
+    "shard 2": Layout(degrees={"data_parallel_shard": 2}),
+    "replicate 2": Layout(degrees={"data_parallel_replicate": 2}),
+    "cp 2, ring": Layout(degrees={"context_parallel_replicate": 2}),
+    "cp 2, gather": Layout(degrees={"context_parallel_shard": 2}, context_method="all_gather"),
+    "pp 2, 1f1b": Layout(degrees=PIPELINE, schedule="1f1b"),
+    "pp 2, zero bubble v": Layout(degrees=PIPELINE, schedule="zero_bubble_v"),
+    "tp 2 x shard 2": Layout(degrees={"tensor_parallel": 2, "data_parallel_shard": 2}, sequence_parallel=True),
+    "pp 2 x tp 2": Layout(degrees={**PIPELINE, "tensor_parallel": 2}, schedule="1f1b", sequence_parallel=True),
+    "cp 2 x shard 2": Layout(degrees={"context_parallel_shard": 2, "data_parallel_shard": 2}),
+    "pp 2 x cp 2": Layout(degrees={**PIPELINE, "context_parallel_shard": 2}, schedule="1f1b"),
+    "ep 2": Layout(degrees={"data_parallel_replicate": 2, "expert_parallel": 2}),
+    "ep 2 x shard 2": Layout(degrees={"data_parallel_shard": 2, "expert_parallel": 2}),
+    "pp 2 x ep 2": Layout(
+        degrees={**PIPELINE, "data_parallel_shard": 2, "expert_parallel": 2}, schedule="zero_bubble_v"
+    ),
+    "ep 2 x tp 2": Layout(
+        degrees={"data_parallel_shard": 2, "expert_parallel": 2, "tensor_parallel": 2}, sequence_parallel=True
+    ),
+}
+DEFAULT = {
+    (DENSE, "1"),
+    (DENSE, "tp 2, parts of sequences"),
+    (DENSE, "pp 2, zero bubble v"),
+    (DENSE, "pp 2 x tp 2"),
+    (DENSE, "cp 2 x shard 2"),
+    (MOE, "1"),
+    (MOE, "ep 2"),
+    (MOE, "cp 2, gather"),
+    (MOE, "pp 2 x ep 2"),
+    (MOE, "ep 2 x tp 2"),
+}
+"""What runs each time, in fp64. All else is exhaustive."""
+
+
+def cases(num_ranks: int) -> list[object]:
+    return [
+        pytest.param(
+            name,
+            layout,
+            dtype,
+            id=f"{name}, {layout}, {str(dtype).removeprefix('torch.')}",
+            marks=[] if (name, layout) in DEFAULT and dtype == torch.float64 else [pytest.mark.exhaustive],
+        )
+        for dtype in TOLERANCES
+        for name in (DENSE, MOE)
+        for layout, described in LAYOUTS.items()
+        if described.mesh.world_size == num_ranks and not (name == DENSE and "expert_parallel" in described.degrees)
+    ]
+
+
+@pytest.mark.parametrize(("name", "layout", "dtype"), cases(1))
+def test_one_rank(name: str, layout: str, dtype: torch.dtype):
+    check(name, layout, dtype)
+
+
+@pytest.mark.world_size(2, timeout_s=LIMIT_S)
+@pytest.mark.parametrize(("name", "layout", "dtype"), cases(2))
+def test_two_ranks(name: str, layout: str, dtype: torch.dtype):
+    check(name, layout, dtype)
+
+
+@pytest.mark.world_size(4, timeout_s=LIMIT_S)
+@pytest.mark.parametrize(("name", "layout", "dtype"), cases(4))
+def test_four_ranks(name: str, layout: str, dtype: torch.dtype):
+    check(name, layout, dtype)
+
+
+def check(name: str, layout: str, dtype: torch.dtype) -> None:
+    tolerance = TOLERANCES[dtype]
+    expected = run_plainly(name, dtype)
+    assert all(gradient.abs().max() > 1e3 * TOLERANCES[torch.float64] for gradient in expected.gradients.values())
+    run = run_engine(name, dtype, LAYOUTS[layout])
+    assert run.losses == pytest.approx(expected.losses, rel=0, abs=tolerance)
+    for found, right in ((run.gradients, expected.gradients), (run.parameters, expected.parameters)):
+        assert found  # of all parameters, or of those of this rank's stages
+        assert_close_tree(found, {key: right[key] for key in found}, rtol=0, atol=tolerance)
+    if "pipeline_parallel" not in LAYOUTS[layout].degrees:
+        assert run.gradients.keys() == expected.gradients.keys()
