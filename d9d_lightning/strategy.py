@@ -294,8 +294,8 @@ class D9DStrategy(ParallelStrategy):
         else:
             if options is not None:
                 keep_summaries(trainer, module)
-            plan, precision = self._options.plan, self.precision_plugin
-            set_up_module(module, self._context, self.root_device, plan, precision, self._layer_sync, options)
+            plan, precision, to_load = self._options.plan, self.precision_plugin, self._model_states.names_to_load
+            set_up_module(module, self._context, self.root_device, plan, precision, self._layer_sync, options, to_load)
         # Again: a function of the user's may have made distributed parameters on any mesh.
         check_callbacks(trainer, self.mesh, module)
         self._cut = cut_of(module)

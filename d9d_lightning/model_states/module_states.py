@@ -14,7 +14,7 @@ from torch import nn
 
 from d9d.core.dist_context import DENSE_DOMAIN, DistributedContext
 from d9d.core.dist_ops import all_gather_object
-from d9d.internals.model_states import failing_together, huggingface_cache_root
+from d9d.internals.model_states import failing_together, huggingface_cache_root, names_to_load
 from d9d.model_state.io.load import load_model_state
 from d9d.model_state.io.save import save_model_state, save_model_state_pipeline_parallel
 from d9d.model_state.mapper import ModelStateMapper
@@ -62,6 +62,10 @@ class ModuleStates:
         if self._options.source_checkpoint is None or origin_of(module) is not None:
             return False
         return _is_fitting(module) or not self._has_loaded
+
+    def names_to_load(self, module: LightningModule) -> frozenset[str]:
+        """Return the tensors of this rank that `load` will bring in the run of the module's Trainer."""
+        return names_to_load(module, self._options.keep_initial) if self.is_to_load(module) else frozenset()
 
     def note_fit(self, module: LightningModule) -> None:
         """Note that other processes have trained the module, and have loaded the source before."""

@@ -235,6 +235,26 @@ def test_patterns_keep_initial_values(tmp_path: Path):
 
 
 @pytest.mark.world_size(2)
+def test_what_the_source_sets_needs_no_initialisation(tmp_path: Path):
+    class Bare(Provider):
+        def initialize_model_stage(self, context: InitializeModelStageContext) -> InitializeModelStageResult[Stage]:
+            result = super().initialize_model_stage(context)
+            # What is no method is none.
+            vars(result.model)["reset_parameters"] = None
+            return result
+
+    context = DeviceMeshParameters(data_parallel_shard=2).build()
+    foreign = foreign_tensors(1)
+    source = write_source(tmp_path, foreign)
+    [module] = build(context, Bare(), source).modules
+    equal(named_full_parameters(module), own_tensors(foreign, 1))
+    with pytest.raises(TypeError, match=r"no source sets: mix\.0\.bias\."):
+        build(context, Bare(omits=("mix.0.bias",), keep=("mix.0.bias",)), source)
+    with pytest.raises(ValueError, match=r"not produced by the mapper: 'mix\.0\.bias'"):
+        build(context, Bare(omits=("mix.0.bias",)), source)
+
+
+@pytest.mark.world_size(2)
 def test_patterns_may_match_in_one_stage_only(tmp_path: Path):
     """The embedding is in the first stage; what no stage has is misspelt."""
     context = DeviceMeshParameters(pipeline_parallel=2).build()
