@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from d9d.core.dist_context import DENSE_DOMAIN, DeviceMeshParameters, DistributedContext
+from d9d.model_state.io.load import LoadMode
 from d9d.model_state.mapper import ModelStateMapper
 from d9d_lightning.checkpoints.checkpoint import (
     StageCut,
@@ -93,6 +94,7 @@ class D9DStrategy(ParallelStrategy):
         load_mapper: MapperSpec = None,
         export_mapper: MapperSpec = None,
         keep_initial: Sequence[str] = (),
+        load_mode: LoadMode = "each",
     ) -> None:
         """Describe the job; nothing is distributed yet.
 
@@ -118,14 +120,14 @@ class D9DStrategy(ParallelStrategy):
             reshard_after_forward: Whether FSDP frees gathered parameters after the forward pass; see ``fully_shard``.
                 None: except while batches accumulate.
             timeout_s: Time limit of collectives in seconds. None: 30 minutes.
-            launcher: How further processes start where no torchrun or cluster has started them: "script" runs the
-                script again, "fork" and "spawn" make children of this process, whose weights and metrics come back.
-                None: "fork" in a notebook, else "script".
+            launcher: How processes start that neither torchrun nor a cluster starts: "script" runs the script again, "fork" and
+                "spawn" make children of this one, whose weights and metrics come back. None: "fork" in a notebook, else "script".
             source_checkpoint: Model state (a folder, or one file) that training starts from, loaded before a ``ckpt_path`` is.
             load_mapper: Makes the module's tensors from those of the source: a mapper, or a function that returns one for
                 the LightningModule. Names are those of the whole module, also with stages. None: the same names.
             export_mapper: The way back, for `export_model_state`. None: the inverse of `load_mapper`; without it the same names.
             keep_initial: Patterns, as of `fnmatch`, of tensors that the source does not have, such as ``["head.*"]``.
+            load_mode: "broadcast": of ranks that hold the same shard one reads, where storage is slower than the network.
 
         Raises:
             ValueError: For a malformed mesh. All else that is wrong is said when the Trainer is constructed.
@@ -141,7 +143,7 @@ class D9DStrategy(ParallelStrategy):
             bucket_size_mb=bucket_size_mb,
             timeout_s=timeout_s,
             launcher=launcher,
-            model_states=ModelStateOptions.read(source_checkpoint, load_mapper, export_mapper, keep_initial),
+            model_states=ModelStateOptions.read(source_checkpoint, load_mapper, export_mapper, keep_initial, load_mode),
         )
         self._model_states = ModuleStates(self._options.model_states)
         self._num_nodes = 1
@@ -534,11 +536,9 @@ class D9DStrategy(ParallelStrategy):
             return
         if self._is_alone:
             return
-        is_first, module = self.is_global_zero, self._connected_module
+        is_first, module, cut = self.is_global_zero, self._connected_module, self._cut
         try:
-            full = gather_checkpoint(
-                checkpoint, keep=is_first, module=module, optimizers=self.optimizers, cut=self._cut
-            )
+            full = gather_checkpoint(checkpoint, keep=is_first, module=module, optimizers=self.optimizers, cut=cut)
         except RuntimeError as error:
             if self._failure is None or not self._failure.is_interrupted:
                 raise

@@ -155,16 +155,20 @@ class ModuleStates:
             else:
                 expected = {name for group in mapper.state_dependency_groups() for name in group.inputs}
                 mapper = mapper if cut is None else part_to_load(mapper, own, whole)
-            load_model_state(
-                source,
-                mapper,
-                device,
-                module,
-                module.trainer.progress_bar_callback is not None,
-                keep=_kept(self._options.keep_initial, own, whole),
-                expected=expected,
-                cache_root=huggingface_cache_root(source),
-            )
+            keep = _kept(self._options.keep_initial, own, whole)
+        load_model_state(
+            source,
+            mapper,
+            device,
+            module,
+            module.trainer.progress_bar_callback is not None,
+            load_mode="each" if context is None else self._options.load_mode,
+            keep=keep,
+            keep_option="keep_initial",
+            expected=expected,
+            process_group=None if context is None else context.groups[0],
+            cache_root=huggingface_cache_root(source),
+        )
 
     def export(
         self,

@@ -88,7 +88,7 @@ class ModelStageFactory:
                 loaded=names_to_load(module, result.keep) if has_source else (),
             )
             module.train()
-        tied = load_and_tie_stages(modules, built, ties, context, self._config.source_checkpoint)
+        tied = load_and_tie_stages(modules, built, ties, context, self._config)
         predicate = only_trainable if self._config.checkpoint_only_trainable_parameters else everything
         return schedule, TrackedModules(context, modules, predicate, tied)
 

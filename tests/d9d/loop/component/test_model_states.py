@@ -115,12 +115,14 @@ class Provider(ModelProvider[Stage]):
         return PrepareExportModelStageResult(state_mapper=mapper_of(context.model, self.is_tied).inverse())
 
 
-def build(context: DistributedContext, provider: Provider, source: Path | None, num_stages: int = 1) -> TrackedModules:
+def build(
+    context: DistributedContext, provider: Provider, source: Path | None, num_stages: int = 1, **config: Any
+) -> TrackedModules:
     has_pipeline = context.mesh_params.has_pipeline_parallel
     schedule = {"schedule": "1f1b", "num_stages_per_rank": num_stages, "zero_bubble": False}
     pipelining = PipeliningConfig.model_validate({"schedule": schedule} if has_pipeline else {})
-    config = ModelStageFactoryConfig(source_checkpoint=source)
-    _, modules = ModelStageFactory(provider, context, config, pipelining, SEED).build_pipeline_and_modules()
+    config_model = ModelStageFactoryConfig(source_checkpoint=source, **config)
+    _, modules = ModelStageFactory(provider, context, config_model, pipelining, SEED).build_pipeline_and_modules()
     return modules
 
 
@@ -219,6 +221,21 @@ def test_two_ranks(degrees: dict[str, int], num_stages: int, tmp_path: Path):
 )
 def test_four_ranks(degrees: dict[str, int], num_stages: int, tmp_path: Path):
     check(degrees, tmp_path, num_stages)
+
+
+@pytest.mark.world_size(4)
+def test_one_replica_reads_for_the_others(tmp_path: Path):
+    """Each rank has files with other values, and each stage those of its first replica."""
+    context = DeviceMeshParameters(pipeline_parallel=2, data_parallel_replicate=2).build()
+    foreign = {name: tensor + context.rank for name, tensor in foreign_tensors(2).items()}
+    source = tmp_path / str(context.rank)
+    source.mkdir(parents=True)
+    save_file(foreign, source / "model.safetensors")
+    [module] = build(context, Provider(), source, load_mode="broadcast").modules
+    first = 2 * context.mesh_for(DENSE_DOMAIN).get_local_rank("pp")
+    expected = own_tensors({name: tensor + first for name, tensor in foreign_tensors(2).items()}, 2)
+    full = named_full_parameters(module)
+    equal(full, {name: expected[name] for name in full})
 
 
 def test_patterns_keep_initial_values(tmp_path: Path):
