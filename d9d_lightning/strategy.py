@@ -26,6 +26,7 @@ from typing_extensions import override
 
 from d9d.core.dist_context import DENSE_DOMAIN, DeviceMeshParameters, DistributedContext
 from d9d.model_state.io.load import LoadMode
+from d9d.model_state.io.save import BackgroundExport
 from d9d.model_state.mapper import ModelStateMapper
 from d9d_lightning.checkpoints.checkpoint import (
     StageCut,
@@ -113,12 +114,10 @@ class D9DStrategy(ParallelStrategy):
             schedule: Name of a pipeline schedule, its config from `d9d.pipelining.factory`, or the fields of that.
             microbatches: Number of microbatches that one batch is cut into. None leaves batches whole. In a pipeline the
                 batches of an accumulation window run as one pack, so ``accumulate_grad_batches`` makes microbatches too.
-            bucket_size_mb: Size of the gradient buckets of replicated parameters in MiB. Smaller ones overlap more of
-                the sums with the backward pass, larger ones cost less per byte.
+            bucket_size_mb: MiB of a gradient bucket of replicated parameters. Smaller ones overlap more, larger ones cost less.
             min_unit_params: Smallest FSDP unit of the default plan where no block repeats. Each costs Python time.
             mp_policy: FSDP's own mixed precision, for the default and the pattern plan. None: autocast, as ``precision`` says.
-            reshard_after_forward: Whether FSDP frees gathered parameters after the forward pass; see ``fully_shard``.
-                None: except while batches accumulate.
+            reshard_after_forward: As of ``fully_shard``: frees what is gathered. None: except while batches accumulate.
             timeout_s: Time limit of collectives in seconds. None: 30 minutes.
             launcher: How processes start that neither torchrun nor a cluster starts: "script" runs the script again, "fork" and
                 "spawn" make children of this one, whose weights and metrics come back. None: "fork" in a notebook, else "script".
@@ -460,8 +459,7 @@ class D9DStrategy(ParallelStrategy):
 
     @property
     def _is_alone(self) -> bool:
-        # See [Note: failing alone].
-        return self._failure is not None and self._failure.is_alone
+        return self._failure is not None and self._failure.is_alone  # See [Note: failing alone].
 
     @override
     def on_exception(self, exception: BaseException) -> None:
@@ -500,9 +498,8 @@ class D9DStrategy(ParallelStrategy):
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # Lightning's name
-        if self._context is None or self._is_alone:
-            return decision
-        return decide_together(decision, self.root_device, of_all=all)
+        is_own = self._context is None or self._is_alone
+        return decision if is_own else decide_together(decision, self.root_device, of_all=all)
 
     @override
     def all_gather(
@@ -557,10 +554,11 @@ class D9DStrategy(ParallelStrategy):
         dtype: torch.dtype | None = None,
         manifest: bool = False,
         show_progress: bool = False,
-    ) -> None:
+        in_background: bool = False,
+    ) -> BackgroundExport | None:
         """Write the weights as .safetensors files for other tools, each tensor once. All ranks must call it; it blocks.
 
-        During a run, and after one. Nothing is written where an exception on some ranks only has ended the run.
+        During a run, and after one. Nothing is written, and None returned, where an exception on some ranks has ended the run.
 
         Args:
             path: Folder to write into, on a file system that all ranks share.
@@ -569,6 +567,7 @@ class D9DStrategy(ParallelStrategy):
             dtype: What floating point tensors are converted to; None keeps each tensor's own.
             manifest: Whether to write hashes of the files too, which are verified when they are loaded.
             show_progress: Whether rank 0 shows a progress bar.
+            in_background: Whether to return when the weights are copied; all ranks must ``wait()`` for the returned export.
 
         Raises:
             RuntimeError: If the job has several processes and none has started yet.
@@ -576,9 +575,10 @@ class D9DStrategy(ParallelStrategy):
         """
         if self._context is None and self.mesh.is_distributed and not isinstance(self._launcher, ProcessLauncher):
             raise RuntimeError("export_model_state() needs the processes of the job: call it during or after a run.")
-        if not self._is_alone:
-            form = ExportFormat(shard_size_gb, dtype, manifest, show_progress)
-            self._model_states.export(Path(path), self._connected_module, self._context, self._cut, mapper, form)
+        if self._is_alone:
+            return None
+        form = ExportFormat(shard_size_gb, dtype, manifest, show_progress, in_background)
+        return self._model_states.export(Path(path), self._connected_module, self._context, self._cut, mapper, form)
 
     def check_export(self) -> None:
         """Raise now, in a run, what `export_model_state` without a mapper would raise for the lack of one."""

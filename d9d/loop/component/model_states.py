@@ -20,7 +20,7 @@ from d9d.loop.component.tracked_modules import TrackedModules
 from d9d.loop.config import ModelStageFactoryConfig
 from d9d.loop.control import InitializeModelStageResult, ModelProvider, PrepareExportModelStageContext
 from d9d.model_state.io.load import load_model_state
-from d9d.model_state.io.save import save_model_state, save_model_state_pipeline_parallel
+from d9d.model_state.io.save import BackgroundExport, save_model_state, save_model_state_pipeline_parallel
 from d9d.model_state.mapper import ModelStateMapper
 from d9d.model_state.mapper.compose import ModelStateMapperParallel, ModelStateMapperSelectGroups
 from d9d.model_state.mapper.names import NearestNames, listed
@@ -191,8 +191,14 @@ class ModelStageExporter:
         self._context = dist_context
 
     def export(
-        self, save_dir: Path, *, shard_size_gb: float = 4.0, dtype: torch.dtype | None = None, manifest: bool = False
-    ) -> None:
+        self,
+        save_dir: Path,
+        *,
+        shard_size_gb: float = 4.0,
+        dtype: torch.dtype | None = None,
+        manifest: bool = False,
+        in_background: bool = False,
+    ) -> BackgroundExport:
         """Write the weights as one model state, whatever the mesh. All ranks must call it, and it blocks until all have.
 
         Args:
@@ -200,6 +206,10 @@ class ModelStageExporter:
             shard_size_gb: Largest size of a file in GB.
             dtype: What floating point tensors are converted to; None keeps each tensor's own.
             manifest: Whether hashes of the files are written beside them.
+            in_background: Whether threads write the files, from copies of the weights.
+
+        Returns:
+            The export. With `in_background` all ranks must wait for it; otherwise it is complete.
 
         Raises:
             NotImplementedError: If the model provider has no export; with several ranks a RuntimeError that says so.
@@ -219,12 +229,21 @@ class ModelStageExporter:
             broadcast_packed([buffer for module in modules for buffer in module.buffers()], context.replica_group)
         if not context.mesh_params.has_pipeline_parallel:
             [mapper], [module] = mappers, modules
-            save_model_state(save_dir, mapper, module, shard_size_gb, dtype=dtype, manifest=manifest)
-            return
+            return save_model_state(
+                save_dir, mapper, module, shard_size_gb, dtype=dtype, manifest=manifest, in_background=in_background
+            )
         parts = ModelStateMapperParallel(self._without_further_copies(mappers))
         mesh = context.mesh_for(REGULAR_DOMAIN)
-        save_model_state_pipeline_parallel(
-            save_dir, parts, mesh, "pp", modules, shard_size_gb, dtype=dtype, manifest=manifest
+        return save_model_state_pipeline_parallel(
+            save_dir,
+            parts,
+            mesh,
+            "pp",
+            modules,
+            shard_size_gb,
+            dtype=dtype,
+            manifest=manifest,
+            in_background=in_background,
         )
 
     def _without_further_copies(self, mappers: Sequence[ModelStateMapper]) -> list[ModelStateMapper]:
