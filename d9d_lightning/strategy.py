@@ -25,6 +25,8 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from d9d.core.dist_context import DENSE_DOMAIN, DeviceMeshParameters, DistributedContext
+from d9d.model_state.io.load import LoadMode
+from d9d.model_state.io.save import BackgroundExport
 from d9d.model_state.mapper import ModelStateMapper
 from d9d.module.parallelism.plan import Parallelize, ParallelPlan
 from d9d_lightning.checkpoints.checkpoint import (
@@ -94,6 +96,7 @@ class D9DStrategy(ParallelStrategy):
         load_mapper: MapperSpec = None,
         export_mapper: MapperSpec = None,
         keep_initial: Sequence[str] = (),
+        load_mode: LoadMode = "each",
     ) -> None:
         """Describe the job; nothing is distributed yet.
 
@@ -111,21 +114,19 @@ class D9DStrategy(ParallelStrategy):
             schedule: Name of a pipeline schedule, its config from `d9d.pipelining.factory`, or the fields of that.
             microbatches: Number of microbatches that one batch is cut into. None leaves batches whole. In a pipeline the
                 batches of an accumulation window run as one pack, so ``accumulate_grad_batches`` makes microbatches too.
-            bucket_size_mb: Size of the gradient buckets of replicated parameters in MiB. Smaller ones overlap more of
-                the sums with the backward pass, larger ones cost less per byte.
+            bucket_size_mb: MiB of a gradient bucket of replicated parameters. Smaller ones overlap more, larger ones cost less.
             min_unit_params: Smallest FSDP unit of the default plan where no block repeats. Each costs Python time.
             mp_policy: FSDP's own mixed precision, for the default and the pattern plan. None: autocast, as ``precision`` says.
-            reshard_after_forward: Whether FSDP frees gathered parameters after the forward pass; see ``fully_shard``.
-                None: except while batches accumulate.
+            reshard_after_forward: As of ``fully_shard``: frees what is gathered. None: except while batches accumulate.
             timeout_s: Time limit of collectives in seconds. None: 30 minutes.
-            launcher: How further processes start where no torchrun or cluster has started them: "script" runs the
-                script again, "fork" and "spawn" make children of this process, whose weights and metrics come back.
-                None: "fork" in a notebook, else "script".
+            launcher: How processes start that neither torchrun nor a cluster starts: "script" runs the script again, "fork" and
+                "spawn" make children of this one, whose weights and metrics come back. None: "fork" in a notebook, else "script".
             source_checkpoint: Model state (a folder, or one file) that training starts from, loaded before a ``ckpt_path`` is.
             load_mapper: Makes the module's tensors from those of the source: a mapper, or a function that returns one for
                 the LightningModule. Names are those of the whole module, also with stages. None: the same names.
             export_mapper: The way back, for `export_model_state`. None: the inverse of `load_mapper`; without it the same names.
             keep_initial: Patterns, as of `fnmatch`, of tensors that the source does not have, such as ``["head.*"]``.
+            load_mode: "broadcast": of ranks that hold the same shard one reads, where storage is slower than the network.
 
         Raises:
             ValueError: For a malformed mesh. All else that is wrong is said when the Trainer is constructed.
@@ -141,7 +142,7 @@ class D9DStrategy(ParallelStrategy):
             bucket_size_mb=bucket_size_mb,
             timeout_s=timeout_s,
             launcher=launcher,
-            model_states=ModelStateOptions.read(source_checkpoint, load_mapper, export_mapper, keep_initial),
+            model_states=ModelStateOptions.read(source_checkpoint, load_mapper, export_mapper, keep_initial, load_mode),
         )
         self._model_states = ModuleStates(self._options.model_states)
         self._num_nodes = 1
@@ -294,8 +295,8 @@ class D9DStrategy(ParallelStrategy):
         else:
             if options is not None:
                 keep_summaries(trainer, module)
-            plan, precision = self._options.plan, self.precision_plugin
-            set_up_module(module, self._context, self.root_device, plan, precision, self._layer_sync, options)
+            plan, precision, to_load = self._options.plan, self.precision_plugin, self._model_states.names_to_load
+            set_up_module(module, self._context, self.root_device, plan, precision, self._layer_sync, options, to_load)
         # Again: a function of the user's may have made distributed parameters on any mesh.
         check_callbacks(trainer, self.mesh, module)
         self._cut = cut_of(module)
@@ -457,8 +458,7 @@ class D9DStrategy(ParallelStrategy):
 
     @property
     def _is_alone(self) -> bool:
-        # See [Note: failing alone].
-        return self._failure is not None and self._failure.is_alone
+        return self._failure is not None and self._failure.is_alone  # See [Note: failing alone].
 
     @override
     def on_exception(self, exception: BaseException) -> None:
@@ -497,9 +497,8 @@ class D9DStrategy(ParallelStrategy):
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # Lightning's name
-        if self._context is None or self._is_alone:
-            return decision
-        return decide_together(decision, self.root_device, of_all=all)
+        is_own = self._context is None or self._is_alone
+        return decision if is_own else decide_together(decision, self.root_device, of_all=all)
 
     @override
     def all_gather(
@@ -533,12 +532,10 @@ class D9DStrategy(ParallelStrategy):
             return
         if self._is_alone:
             return
-        is_first, module = self.is_global_zero, self._connected_module
+        is_first, module, cut = self.is_global_zero, self._connected_module, self._cut
         try:
-            gather_loader_states(checkpoint, module.trainer, self._context)
-            full = gather_checkpoint(
-                checkpoint, keep=is_first, module=module, optimizers=self.optimizers, cut=self._cut
-            )
+            gather_loader_states(checkpoint, module, self._context)
+            full = gather_checkpoint(checkpoint, keep=is_first, module=module, optimizers=self.optimizers, cut=cut)
         except RuntimeError as error:
             if self._failure is None or not self._failure.is_interrupted:
                 raise
@@ -557,10 +554,11 @@ class D9DStrategy(ParallelStrategy):
         dtype: torch.dtype | None = None,
         manifest: bool = False,
         show_progress: bool = False,
-    ) -> None:
+        in_background: bool = False,
+    ) -> BackgroundExport | None:
         """Write the weights as .safetensors files for other tools, each tensor once. All ranks must call it; it blocks.
 
-        During a run, and after one. Nothing is written where an exception on some ranks only has ended the run.
+        During a run, and after one. Nothing is written, and None returned, where an exception on some ranks has ended the run.
 
         Args:
             path: Folder to write into, on a file system that all ranks share.
@@ -569,6 +567,7 @@ class D9DStrategy(ParallelStrategy):
             dtype: What floating point tensors are converted to; None keeps each tensor's own.
             manifest: Whether to write hashes of the files too, which are verified when they are loaded.
             show_progress: Whether rank 0 shows a progress bar.
+            in_background: Whether to return when the weights are copied; all ranks must ``wait()`` for the returned export.
 
         Raises:
             RuntimeError: If the job has several processes and none has started yet.
@@ -576,9 +575,10 @@ class D9DStrategy(ParallelStrategy):
         """
         if self._context is None and self.mesh.is_distributed and not isinstance(self._launcher, ProcessLauncher):
             raise RuntimeError("export_model_state() needs the processes of the job: call it during or after a run.")
-        if not self._is_alone:
-            form = ExportFormat(shard_size_gb, dtype, manifest, show_progress)
-            self._model_states.export(Path(path), self._connected_module, self._context, self._cut, mapper, form)
+        if self._is_alone:
+            return None
+        form = ExportFormat(shard_size_gb, dtype, manifest, show_progress, in_background)
+        return self._model_states.export(Path(path), self._connected_module, self._context, self._cut, mapper, form)
 
     def check_export(self) -> None:
         """Raise now, in a run, what `export_model_state` without a mapper would raise for the lack of one."""

@@ -19,7 +19,7 @@ model, such as the layer's number in it, avoid that.
 
 import contextlib
 import hashlib
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -56,11 +56,13 @@ def materialize_module(
     *,
     group: dist.ProcessGroup | None = None,
     seed_names: Mapping[str, str] | None = None,
+    loaded: Collection[str] = (),
 ) -> None:
     """Allocate the local shard of every parameter and buffer and initialise it by ``reset_parameters``.
 
     Every module with a ``reset_parameters`` method that the root's method calls, directly or not, is initialised by it.
-    Values depend on the seed, the module's name and its code alone, not on the mesh.
+    Values depend on the seed, the module's name and its code alone, not on the mesh. Nothing is initialised where a model
+    state brings all that needs values.
 
     Args:
         module: Root of a model that is already parallelised, in part or whole on the meta device.
@@ -68,36 +70,46 @@ def materialize_module(
         seed: Seed of the values, the same on all ranks.
         group: Ranks that build their modules at the same time and must fail together; all of them must call this.
         seed_names: Names to seed some modules from instead of their own, by their own.
+        loaded: Parameters and buffers that are loaded afterwards, whatever they hold until then.
 
     Raises:
-        TypeError: If the root has no ``reset_parameters``.
+        TypeError: If the root has no ``reset_parameters``, and something needs it, with the names of all of that.
         RuntimeError: If a parameter or buffer was left untouched, with the names of all of them.
     """
-    reset = getattr(module, "reset_parameters", None)  # introspection: torch's own convention
-    if not callable(reset):
-        raise TypeError(
-            f"{type(module).__name__} has no reset_parameters(). It was built on the meta device, without values: "
-            f"add a method that initialises every parameter and buffer in place."
-        )
-    without_values = [name for name, tensor in _named_tensors(module) if tensor.is_meta]
+    has_reset = _has_reset(module)
+    remaining = {name: tensor for name, tensor in _named_tensors(module) if name not in loaded}
+    without_values = [name for name, tensor in remaining.items() if tensor.is_meta]
+    # Parameters that the constructor has filled may differ between ranks; buffers that it has filled are tables.
+    to_reset = [name for name, tensor in remaining.items() if tensor.is_meta or isinstance(tensor, nn.Parameter)]
     _allocate(module, device)
     bind_compute_leaves(module)
-    tensors = dict(_named_tensors(module))
-    poisoned = {name: _Poisoned(local_tensor(tensors[name])) for name in without_values}
+    untouched: list[str] = []
+    if has_reset and (to_reset or not loaded):
+        tensors = dict(_named_tensors(module))
+        poisoned = {name: _Poisoned(local_tensor(tensors[name])) for name in without_values}
+        _reset(module, device, seed, seed_names or {})
+        untouched = [
+            name
+            for name, tensor in _named_tensors(module)
+            if name in poisoned and poisoned[name].is_in(local_tensor(tensor))
+        ]
+    # Also where there was nothing to do: other stages of a pipeline may have failed.
+    _raise_together(module, [] if has_reset else to_reset, untouched, group)
+
+
+def _has_reset(module: nn.Module) -> bool:
+    return callable(getattr(module, "reset_parameters", None))  # introspection: torch's own convention
+
+
+def _reset(module: nn.Module, device: torch.device, seed: int, seed_names: Mapping[str, str]) -> None:
+    """Call ``reset_parameters`` of the root, so that its work depends on neither the mesh nor the caller."""
     with contextlib.ExitStack() as stack:
         # The random state of the caller is none of our business.
         stack.enter_context(torch.random.fork_rng(devices=[] if device.type == "cpu" else [device]))
         stack.enter_context(_FullRandom())
         for name, child in module.named_modules():
-            seed_name = name if seed_names is None else seed_names.get(name, name)
-            stack.enter_context(_initialise_by_name(child, seed_name, seed))
-        module.reset_parameters()  # pyright: ignore[reportCallIssue]  # checked above
-    untouched = [
-        name
-        for name, tensor in _named_tensors(module)
-        if name in poisoned and poisoned[name].is_in(local_tensor(tensor))
-    ]
-    _raise_together(type(module).__name__.removeprefix("FSDP"), untouched, group)
+            stack.enter_context(_initialise_by_name(child, seed_names.get(name, name), seed))
+        module.reset_parameters()  # pyright: ignore[reportCallIssue]  # there is one
 
 
 def seed_names_of_stages(
@@ -159,10 +171,10 @@ class _FullRandom(TorchDispatchMode):
 @contextlib.contextmanager
 def _initialise_by_name(module: nn.Module, name: str, seed: int) -> Generator[None]:
     """Wrap ``reset_parameters`` of one module: seeded by its name, on full tensors."""
-    reset = getattr(module, "reset_parameters", None)  # introspection: torch's own convention
-    if not callable(reset):
+    if not _has_reset(module):
         yield
         return
+    reset: Callable[[], None] = module.reset_parameters  # pyright: ignore[reportAssignmentType]  # there is one
 
     def reset_full() -> None:
         with torch.random.fork_rng(devices=_random_devices(module)), _full_parameters(module):
@@ -244,15 +256,20 @@ def _is_poison(tensor: torch.Tensor) -> torch.Tensor:
     return tensor == _poison_value(tensor.dtype)
 
 
-def _raise_together(model: str, untouched: list[str], group: dist.ProcessGroup | None) -> None:
-    """Raise on all ranks if any of them found a tensor untouched: a shard may be empty on some."""
-    names = set(untouched)
-    if group is not None:
-        found: list[list[str]] = [[] for _ in range(group.size())]
-        dist.all_gather_object(found, untouched, group=group)
-        names = {name for rank_names in found for name in rank_names}
-    if names:
+def _raise_together(
+    module: nn.Module, without_reset: list[str], untouched: list[str], group: dist.ProcessGroup | None
+) -> None:
+    """Raise on all ranks if any of them found a tensor without values: a shard may be empty on some."""
+    found = [(without_reset, untouched)] if group is None else all_gather_object((without_reset, untouched), group)
+    model = type(module).__name__.removeprefix("FSDP")
+    for_reset, left = ({name for names in kind for name in names} for kind in zip(*found, strict=True))
+    if for_reset:
+        raise TypeError(
+            f"{model} has no reset_parameters(), and was built on the meta device, without values. Add a method that "
+            f"initialises in place what no source sets: {', '.join(sorted(for_reset))}."
+        )
+    if left:
         raise RuntimeError(
-            f"reset_parameters() of {model} left {len(names)} parameters or buffers without values, in whole or in "
-            f"part: {', '.join(sorted(names))}. Initialise each of them there, in place."
+            f"reset_parameters() of {model} left {len(left)} parameters or buffers without values, in whole or in "
+            f"part: {', '.join(sorted(left))}. Initialise each of them there, in place."
         )

@@ -1,14 +1,18 @@
 """What jobs do around model states: look at a source before they start, and fail on all ranks together."""
 
 import contextlib
+import fnmatch
+from collections.abc import Sequence
 from pathlib import Path
+
+from torch import nn
 
 from d9d.core.dist_context import DistributedContext
 from d9d.core.participants import Participants
 from d9d.model_state.io.files import find_files
 from d9d.model_state.mapper.names import NearestNames
 
-__all__ = ["failing_together", "huggingface_cache_root", "source_problems"]
+__all__ = ["failing_together", "huggingface_cache_root", "names_to_load", "source_problems"]
 
 
 def source_problems(option: str, source: Path) -> list[str]:
@@ -41,6 +45,17 @@ def huggingface_cache_root(source: Path) -> Path | None:
     """
     roots = [folder.parent for folder in source.absolute().parents if folder.name == "snapshots"]
     return next((root for root in roots if (root / "blobs").is_dir()), None)
+
+
+def names_to_load(module: nn.Module, keep: Sequence[str]) -> frozenset[str]:
+    """Return the parameters and buffers that a model state must bring, so that they need no first values.
+
+    Args:
+        module: The module, with or without memory.
+        keep: Patterns, as of `fnmatch`, of the names that stay as they are.
+    """
+    names = module.state_dict(keep_vars=True)
+    return frozenset(name for name in names if not any(fnmatch.fnmatchcase(name, pattern) for pattern in keep))
 
 
 def failing_together(context: DistributedContext | None) -> contextlib.AbstractContextManager[None]:

@@ -9,6 +9,7 @@ import torch
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from d9d.checkpoint import OnCorrupt
+from d9d.model_state.io.load import LoadMode
 from d9d.pipelining.factory import AnyPipelineScheduleConfig, PipelineScheduleGPipeConfig
 from d9d.pipelining.visualize import PICTURE_SUFFIXES
 from d9d.tracker import AnyTrackerConfig, RunConfig
@@ -220,6 +221,11 @@ class ModelStageFactoryConfig(BaseModel):
     source_checkpoint: Path | None = Field(
         default=None,
         description="Folder of a model state, or a .safetensors file, to load. Default: keep the initialized parameters.",
+    )
+    load_mode: LoadMode = Field(
+        default="each",
+        description='"each" rank reads its shards. "broadcast": of ranks that hold the same shard one reads and sends it to '
+        "the others, where the network is faster than the storage. Default: no communication.",
     )
     checkpoint_only_trainable_parameters: bool = Field(
         default=False,

@@ -1,5 +1,6 @@
 """Exports of the weights for other tools while a module trains."""
 
+import contextlib
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -7,13 +8,16 @@ from typing import Any, Literal
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from typing_extensions import override
 
+from d9d.model_state.io.save import BackgroundExport
 from d9d.model_state.mapper import ModelStateMapper
 from d9d.model_state.mapper.names import NearestNames, listed
+from d9d_lightning.callbacks.weight_averaging import EMAWeightAveraging
 from d9d_lightning.strategy import D9DStrategy
 
 __all__ = ["ModelStateExport"]
@@ -27,6 +31,9 @@ class ModelStateExport(Callback):
 
     The export at the end is in ``dirpath`` itself, the best one in ``dirpath/best``, and those of steps in
     ``dirpath/step-<global step>``. An export takes the place of an older one when it is complete.
+
+    Beside `EMAWeightAveraging` they have the averages that validation and checkpoints use, once there are some. Name that
+    callback before this one, so that it has averaged a step that is exported.
     """
 
     def __init__(
@@ -41,6 +48,8 @@ class ModelStateExport(Callback):
         shard_size_gb: float = 4.0,
         dtype: torch.dtype | None = None,
         manifest: bool = False,
+        averages: bool = True,
+        in_background: bool = False,
     ) -> None:
         """Say when to export, and where to.
 
@@ -55,6 +64,9 @@ class ModelStateExport(Callback):
             shard_size_gb: Largest size of a file in GB.
             dtype: What floating point tensors are converted to; None keeps each tensor's own.
             manifest: Whether to write hashes of the files too.
+            averages: Whether to export what `EMAWeightAveraging` averages. False: the weights themselves, also at the end.
+            in_background: Whether to train on when the weights are copied to the host, while threads write the files. An
+                export is complete when the next one begins, or `fit` ends; one that an exception meets is lost.
 
         Raises:
             ValueError: With all problems.
@@ -78,6 +90,14 @@ class ModelStateExport(Callback):
         self._at_end = at_end if at_end is not None else every_n_steps is None and on_best is None
         self._mapper = mapper
         self._shard_size_gb, self._dtype, self._manifest = shard_size_gb, dtype, manifest
+        self._averages, self._in_background = averages, in_background
+        self._key = {
+            "every_n_steps": every_n_steps,
+            "on_best": on_best if isinstance(on_best, str) else on_best is not None,
+            "mode": mode,
+            "averages": averages,
+        }
+        self._pending: BackgroundExport | None = None
         self._best = math.inf
         self._last_step = 0
         self._has_validated = False
@@ -91,6 +111,11 @@ class ModelStateExport(Callback):
             raise ValueError(
                 "ModelStateExport: on_best is a ModelCheckpoint that the Trainer does not have, so that it never has a best. "
                 "Add it to the callbacks of the Trainer, or name its metric instead."
+            )
+        if any(isinstance(callback, WeightAveraging) for callback in _callbacks_of(trainer)):
+            rank_zero_warn(
+                "ModelStateExport: exports before the end of fit have the weights themselves, not the averages of Lightning's "
+                "WeightAveraging. EMAWeightAveraging of d9d_lightning.callbacks has them exported."
             )
 
     @override
@@ -149,6 +174,20 @@ class ModelStateExport(Callback):
         # Not on_train_end, where another callback may still change weights, as those that average them do.
         if self._at_end:
             self._export(trainer, self._dirpath)
+        self._complete()
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        # Other ranks may not come here, so there is nobody to complete it with.
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.abandon()
+
+    @property
+    @override
+    def state_key(self) -> str:
+        # Not by its folder, since a job may go on elsewhere.
+        return f"{type(self).__qualname__}{self._key}"
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -178,9 +217,25 @@ class ModelStateExport(Callback):
         self._export(trainer, self._dirpath / "best")
 
     def _export(self, trainer: Trainer, path: Path) -> None:
-        _strategy_of(trainer).export_model_state(
-            path, self._mapper, shard_size_gb=self._shard_size_gb, dtype=self._dtype, manifest=self._manifest
-        )
+        self._complete()
+        with contextlib.ExitStack() as stack:
+            for callback in _callbacks_of(trainer):
+                if isinstance(callback, EMAWeightAveraging):
+                    stack.enter_context(callback.showing(trainer, trainer.lightning_module, averages=self._averages))
+            self._pending = _strategy_of(trainer).export_model_state(
+                path,
+                self._mapper,
+                shard_size_gb=self._shard_size_gb,
+                dtype=self._dtype,
+                manifest=self._manifest,
+                in_background=self._in_background,
+            )
+
+    def _complete(self) -> None:
+        """Wait for an export in the background. All ranks must call it."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.wait()
 
 
 class BestCheckpoint:
@@ -214,6 +269,11 @@ class BestCheckpoint:
         # The path alone may be the same, if it is written over.
         score = self.callback.best_model_score
         return self.callback.best_model_path, None if score is None else float(score)
+
+
+def _callbacks_of(trainer: Trainer) -> list[Callback]:
+    # Lightning has no public type for the list
+    return trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _strategy_of(trainer: Trainer) -> D9DStrategy:

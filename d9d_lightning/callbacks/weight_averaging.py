@@ -2,8 +2,9 @@
 # torch exports its foreach operations under private names only (torch 2.13)
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
 
+import contextlib
 import copy
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from typing import Any
 
 import torch
@@ -138,6 +139,30 @@ class EMAWeightAveraging(Callback):
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self.on_validation_epoch_end(trainer, pl_module)
+
+    @contextlib.contextmanager
+    def showing(self, trainer: Trainer, module: nn.Module, *, averages: bool) -> Generator[None]:
+        """Let the module have the averages in the block, if there are some yet, or the weights. All ranks must enter it.
+
+        Args:
+            trainer: Runs the module.
+            module: That of the Trainer.
+            averages: Whether the averages are shown, rather than the weights themselves.
+        """
+        shown_before, was_evaluating = self._kept is not None, self._is_evaluating
+
+        def show(averages: bool) -> None:
+            if averages:
+                self._show_averages(trainer, module)
+            else:
+                self._show_weights(module)
+
+        show(averages)
+        try:
+            yield
+        finally:
+            show(shown_before)
+            self._is_evaluating = was_evaluating
 
     @override
     def state_dict(self) -> dict[str, Any]:

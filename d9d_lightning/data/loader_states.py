@@ -14,7 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from lightning.fabric.utilities.data import sized_len
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper, _DatasetSamplerWrapper
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from torch.utils.data import BatchSampler, DataLoader
 
 from d9d.core.dist_context import DistributedContext
@@ -167,15 +167,17 @@ def _refuse_random_order(loader: object) -> None:
 
 
 # `Any`: what Lightning, its callbacks and the user's hooks have put there.
-def gather_loader_states(checkpoint: dict[str, Any], trainer: Trainer, context: DistributedContext) -> None:
+def gather_loader_states(checkpoint: dict[str, Any], module: LightningModule, context: DistributedContext) -> None:
     """Put the positions of all data-parallel ranks into a checkpoint. All ranks must call it; blocks the host.
 
     Args:
         checkpoint: What Lightning has dumped.
-        trainer: Has dumped it.
+        module: The module whose trainer has dumped it; one without a trainer has no loaders.
         context: Ranks of the job.
     """
-    combined = trainer.fit_loop._combined_loader
+    if module._trainer is None:
+        return
+    combined = module._trainer.fit_loop._combined_loader
     loaders = [] if combined is None else combined.flattened
     loop = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
     states: list[Any] = loop.get("combined_loader", [])

@@ -4,6 +4,7 @@ import dataclasses
 import fnmatch
 import glob
 from collections.abc import Collection, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,9 +15,9 @@ from torch import nn
 
 from d9d.core.dist_context import DENSE_DOMAIN, DistributedContext
 from d9d.core.dist_ops import all_gather_object
-from d9d.internals.model_states import failing_together, huggingface_cache_root
+from d9d.internals.model_states import failing_together, huggingface_cache_root, names_to_load
 from d9d.model_state.io.load import load_model_state
-from d9d.model_state.io.save import save_model_state, save_model_state_pipeline_parallel
+from d9d.model_state.io.save import BackgroundExport, save_model_state, save_model_state_pipeline_parallel
 from d9d.model_state.mapper import ModelStateMapper
 from d9d.model_state.mapper.adapters import identity_mapper_from_names
 from d9d.model_state.mapper.compose import ModelStateMapperParallel
@@ -43,6 +44,8 @@ class ExportFormat:
     """Whether hashes of the files are written beside them."""
     show_progress: bool = False
     """Whether rank 0 shows a progress bar."""
+    in_background: bool = False
+    """Whether threads write the files, from copies of the weights."""
 
 
 class ModuleStates:
@@ -62,6 +65,10 @@ class ModuleStates:
         if self._options.source_checkpoint is None or origin_of(module) is not None:
             return False
         return _is_fitting(module) or not self._has_loaded
+
+    def names_to_load(self, module: LightningModule) -> frozenset[str]:
+        """Return the tensors of this rank that `load` will bring in the run of the module's Trainer."""
+        return names_to_load(module, self._options.keep_initial) if self.is_to_load(module) else frozenset()
 
     def note_fit(self, module: LightningModule) -> None:
         """Note that other processes have trained the module, and have loaded the source before."""
@@ -151,16 +158,20 @@ class ModuleStates:
             else:
                 expected = {name for group in mapper.state_dependency_groups() for name in group.inputs}
                 mapper = mapper if cut is None else part_to_load(mapper, own, whole)
-            load_model_state(
-                source,
-                mapper,
-                device,
-                module,
-                module.trainer.progress_bar_callback is not None,
-                keep=_kept(self._options.keep_initial, own, whole),
-                expected=expected,
-                cache_root=huggingface_cache_root(source),
-            )
+            keep = _kept(self._options.keep_initial, own, whole)
+        load_model_state(
+            source,
+            mapper,
+            device,
+            module,
+            module.trainer.progress_bar_callback is not None,
+            load_mode="each" if context is None else self._options.load_mode,
+            keep=keep,
+            keep_option="keep_initial",
+            expected=expected,
+            process_group=None if context is None else context.groups[0],
+            cache_root=huggingface_cache_root(source),
+        )
 
     def export(
         self,
@@ -170,7 +181,7 @@ class ModuleStates:
         cut: StageCut | None,
         mapper: ModelStateMapper | None,
         form: ExportFormat,
-    ) -> None:
+    ) -> BackgroundExport:
         """Write the weights of a module, each tensor once. All ranks must call it, and it blocks until all have.
 
         Args:
@@ -180,6 +191,9 @@ class ModuleStates:
             cut: The whole module, if it is cut into pipeline stages.
             mapper: Instead of the one of the options.
             form: How they are written.
+
+        Returns:
+            The export, which all ranks must wait for if it is written in the background.
 
         Raises:
             ValueError: On all ranks, if the mapper does not fit the module, with all that is wrong.
@@ -194,13 +208,17 @@ class ModuleStates:
             chosen = mapper or self.mapper_to_export(module)
             if cut is not None:
                 chosen = part_to_export(chosen, names_by_rank, cut.group.rank(), cut.last_rank)
-        size, bar = form.shard_size_gb, form.show_progress
         if cut is None or context is None:
-            save_model_state(path, chosen, module, size, bar, dtype=form.dtype, manifest=form.manifest)
-            return
-        mesh = context.mesh_for(DENSE_DOMAIN)
-        save_model_state_pipeline_parallel(
-            path, chosen, mesh, "pp", [module], size, bar, dtype=form.dtype, manifest=form.manifest
+            save = partial(save_model_state, path, chosen, module)
+        else:
+            mesh = context.mesh_for(DENSE_DOMAIN)
+            save = partial(save_model_state_pipeline_parallel, path, chosen, mesh, "pp", [module])
+        return save(
+            shard_size_gb=form.shard_size_gb,
+            show_progress=form.show_progress,
+            dtype=form.dtype,
+            manifest=form.manifest,
+            in_background=form.in_background,
         )
 
     def mapper_to_export(self, module: LightningModule) -> ModelStateMapper:

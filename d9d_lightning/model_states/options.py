@@ -3,11 +3,12 @@
 import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Self, TypeAlias
+from typing import Self, TypeAlias, get_args
 
 from lightning.pytorch import LightningModule
 
 from d9d.internals.model_states import source_problems
+from d9d.model_state.io.load import LoadMode
 from d9d.model_state.mapper import ModelStateMapper
 
 __all__ = ["MapperSpec", "ModelStateOptions"]
@@ -28,6 +29,8 @@ class ModelStateOptions:
     """Makes tensors of an export from those of the module. None: the inverse of `load_mapper`."""
     keep_initial: Sequence[str]
     """Patterns of tensors of the module that the source does not have."""
+    load_mode: LoadMode
+    """Whether one rank reads for all that hold the same shard."""
 
     @classmethod
     def read(
@@ -36,6 +39,7 @@ class ModelStateOptions:
         load_mapper: MapperSpec,
         export_mapper: MapperSpec,
         keep_initial: Sequence[str],
+        load_mode: LoadMode,
     ) -> Self:
         """Take what a user has written."""
         return cls(
@@ -43,6 +47,7 @@ class ModelStateOptions:
             load_mapper=load_mapper,
             export_mapper=export_mapper,
             keep_initial=keep_initial,
+            load_mode=load_mode,
         )
 
     def problems(self) -> list[str]:
@@ -52,6 +57,7 @@ class ModelStateOptions:
             problems += source_problems("source_checkpoint", self.source_checkpoint)
         else:
             given = {"load_mapper": self.load_mapper is not None, "keep_initial": bool(self.keep_initial)}
+            given["load_mode"] = self.load_mode != "each"
             problems += [
                 f"{name} has no effect without source_checkpoint: name the folder of a model state."
                 for name, is_given in given.items()
@@ -59,6 +65,10 @@ class ModelStateOptions:
             ]
         if isinstance(self.keep_initial, str):
             problems.append(f"keep_initial is the text {self.keep_initial!r}: give a list of patterns.")
+        if self.load_mode not in get_args(LoadMode):
+            problems.append(
+                f"load_mode ({self.load_mode!r}) must be one of {', '.join(map(repr, get_args(LoadMode)))}."
+            )
         for name, spec in (("load_mapper", self.load_mapper), ("export_mapper", self.export_mapper)):
             if spec is not None and not isinstance(spec, ModelStateMapper) and not callable(spec):
                 problems.append(

@@ -1,6 +1,7 @@
 """Bring a LightningModule onto the ranks of a job, with one set of values."""
 
 import os
+from collections.abc import Callable, Collection
 
 import torch
 import torch.distributed as dist
@@ -28,12 +29,13 @@ def set_up_module(
     precision: Precision,
     layer_sync: LayerSync | None,
     pipeline_options: PipelineOptions | None,
+    names_to_load: Callable[[LightningModule], Collection[str]],
 ) -> None:
     """Cut, move, equalise and distribute a module that no run has used yet. All ranks must call it.
 
     Values are those of rank 0, so that modules need not be seeded alike; those of a pipeline stage are the ones of its
     first replica. A module that ``configure_model`` has left on the meta device is distributed first, and then initialised
-    by its ``reset_parameters``; a checkpoint is loaded later.
+    by its ``reset_parameters``, but for what a source sets; that and a checkpoint are loaded later.
 
     Args:
         module: The module as the user has built it.
@@ -43,6 +45,7 @@ def set_up_module(
         precision: Converts the module.
         layer_sync: Converts batch norms, for ``sync_batchnorm``; None leaves them.
         pipeline_options: How to cut it into stages; None leaves it whole.
+        names_to_load: Returns the tensors of the distributed module that a source sets later.
     """
     if layer_sync is not None and context is not None:
         _sync_batch_norms(module, layer_sync, context)
@@ -62,7 +65,8 @@ def set_up_module(
         parallelize_module(module, context, plan, resolved=resolved, roots=roots)
     if is_meta:
         group = None if context is None else context.replica_group
-        materialize_module(module, device, int(os.environ.get("PL_GLOBAL_SEED", "0")), group=group)
+        seed = int(os.environ.get("PL_GLOBAL_SEED", "0"))
+        materialize_module(module, device, seed, group=group, loaded=names_to_load(module))
 
 
 def equalise_module(module: nn.Module, context: DistributedContext | None, device: torch.device) -> None:

@@ -41,6 +41,7 @@ from d9d.model_state.io import load_model_state, open_model_state, save_model_st
 from d9d.model_state.io.boxes import local_boxes
 from d9d.model_state.io.load import fill_model
 from d9d.model_state.io.load_plan import plan_load
+from d9d.model_state.io.model_tensors import Kept
 from d9d.model_state.io.source import ModelStateSource, TensorInfo
 from d9d.model_state.mapper.base import ModelStateMapper
 from d9d.model_state.mapper.compose import ModelStateMapperParallel
@@ -226,7 +227,7 @@ def compare_loading(root: Path, mesh: DeviceMesh, arguments: argparse.Namespace)
     times = time_all(runs, arguments.rounds)
     with open_model_state(directory) as opened:
         source = CountingSource(opened)
-        fill_model(source, mapper, torch.device("cpu"), plan_load(source, mapper, model, (), "the state"))
+        fill_model(source, mapper, torch.device("cpu"), plan_load(source, mapper, model, Kept(), "the state"))
     share = source.num_bytes * mesh.size() / total
     if mesh.get_rank() == 0:
         print(f"{total / MIB:.0f} MiB on {mesh.size()} processes, seconds of the slowest:")

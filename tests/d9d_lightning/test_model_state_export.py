@@ -3,13 +3,14 @@
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
 
 from d9d_lightning import D9DStrategy
 from d9d_lightning.callbacks import EMAWeightAveraging, ModelStateExport
 from tests.d9d_lightning.support import full_state, make_samples, plain_trainer, rank_loader, seeded
 from tests.d9d_lightning.test_model_states import (
     BATCH,
+    CLOSE,
     Trained,
     equal,
     loader_of,
@@ -136,6 +137,78 @@ def test_the_end_exports_averaged_weights(tmp_path):
     module = seeded(Trained)
     trainer.fit(module, loader_of(trainer))
     equal(read_export(tmp_path), full_state(module))
+
+
+class Stepping(Trained):
+    """Keeps its weights after each step."""
+
+    def __init__(self):
+        super().__init__()
+        self.after_steps = []
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.after_steps.append(full_state(self))
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("degrees", [{"data_parallel_shard": 2}, {"data_parallel_replicate": 2}], ids=str)
+def test_exports_of_steps_have_the_averages_or_the_weights(degrees, tmp_path):
+    folders = [tmp_path]  # that of rank 0
+    dist.broadcast_object_list(folders, src=0)
+    averaged, raw = folders[0] / "averaged", folders[0] / "raw"
+    exports = [
+        ModelStateExport(averaged, every_n_steps=1, at_end=True, in_background=True),
+        ModelStateExport(raw, every_n_steps=1, at_end=True, averages=False, in_background=True),
+    ]
+    trainer = mesh_trainer(degrees, {}, max_epochs=2, callbacks=[EMAWeightAveraging(decay=0.5), *exports])
+    module = seeded(Stepping)
+    trainer.fit(module, loader_of(trainer))
+    first, second = module.after_steps
+    equal(read_export(averaged / "step-1"), first)
+    equal(read_export(raw / "step-1"), first)
+    equal(read_export(raw / "step-2"), second)
+    equal(read_export(raw), second)
+    mean = {name: (first[name] + second[name]) / 2 for name in first}
+    for folder in (averaged / "step-2", averaged):
+        torch.testing.assert_close(read_export(folder), mean, **CLOSE)
+    torch.testing.assert_close(full_state(module), mean, **CLOSE)
+
+
+def test_the_best_export_has_the_averages_of_its_checkpoint(tmp_path):
+    checkpoint = ModelCheckpoint(tmp_path / "kept", monitor="score", mode="max")
+    exports = [
+        ModelStateExport(tmp_path / "by_checkpoint", on_best=checkpoint),
+        ModelStateExport(tmp_path / "by_metric", on_best="score", mode="max"),
+    ]
+    module, _ = recording([1.0, 3.0, 2.0])
+    callbacks = [EMAWeightAveraging(decay=0.5), *exports, checkpoint]
+    trainer = plain_trainer(strategy=D9DStrategy(), max_epochs=3, callbacks=callbacks, enable_checkpointing=True)
+    trainer.fit(module, loader_of(trainer), loader_of(trainer))
+    kept = torch.load(checkpoint.best_model_path, weights_only=True)
+    assert not torch.equal(kept["state_dict"]["head.weight"], kept["current_model_state"]["head.weight"])
+    for folder in ("by_checkpoint", "by_metric"):
+        equal(read_export(tmp_path / folder / "best"), kept["state_dict"])
+
+
+def test_an_exception_gives_up_what_is_not_complete(tmp_path):
+    class Failing(Trained):
+        def on_train_epoch_start(self):
+            if self.current_epoch == 2:
+                raise KeyError("no third epoch")
+
+    export = ModelStateExport(tmp_path, every_n_steps=1, in_background=True)
+    trainer = one_trainer({}, max_epochs=4, callbacks=[export])
+    with pytest.raises(KeyError, match="no third epoch"):
+        trainer.fit(seeded(Failing), loader_of(trainer))
+    assert list((tmp_path / "step-1").glob("*.safetensors"))
+    assert not list((tmp_path / "step-2").glob("*"))
+
+
+def test_averages_of_lightning_are_not_exported_in_silence(tmp_path):
+    callbacks = [WeightAveraging(), ModelStateExport(tmp_path, every_n_steps=1)]
+    trainer = one_trainer({}, callbacks=callbacks)
+    with pytest.warns(UserWarning, match=r"not the averages of Lightning's WeightAveraging\. EMAWeightAveraging"):
+        trainer.fit(seeded(Trained), loader_of(trainer))
 
 
 @pytest.mark.parametrize(

@@ -257,6 +257,50 @@ def test_a_module_on_meta_loads_what_the_source_has(tmp_path):
     equal(read_export(tmp_path / "exported"), expected)  # also what the source did not have
 
 
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("degrees", [{"data_parallel_shard": 2}, {"pipeline_parallel": 2}], ids=str)
+def test_what_the_source_sets_needs_no_initialisation(degrees, tmp_path):
+    source = write_source(tmp_path / "source", foreign_tensors())
+    with torch.device("meta"):
+        module = Trained().to(torch.float64)
+    options = STAGES if "pipeline_parallel" in degrees else {}
+    trainer = mesh_trainer(degrees, {**options, "source_checkpoint": source, "load_mapper": load_mapper})
+    trainer.validate(module, loader_of(trainer), verbose=False)
+    equal(full_state(module), own_part(module, own_tensors(foreign_tensors())))
+
+
+@pytest.mark.world_size(4)
+def test_one_replica_reads_for_the_others(tmp_path):
+    """Each replica has files with other values, and all get those of the first."""
+    replica = dist.get_rank() // 2
+    tensors = {name: (tensor + replica).contiguous() for name, tensor in own_tensors(foreign_tensors()).items()}
+    source = tmp_path / str(dist.get_rank())
+    source.mkdir(parents=True)
+    save_file(tensors, source / "model.safetensors")
+    module = seeded(Trained)
+    trainer = mesh_trainer(
+        {"data_parallel_replicate": 2, "data_parallel_shard": 2},
+        {"source_checkpoint": source, "load_mode": "broadcast"},
+    )
+    trainer.validate(module, loader_of(trainer), verbose=False)
+    expected, loaded = own_tensors(foreign_tensors()), full_state(module)
+    equal(loaded.pop("temperature"), expected.pop("temperature") + replica)  # plain: read by all
+    equal(loaded, expected)
+
+
+@pytest.mark.world_size(2)
+def test_what_nothing_sets_is_named(tmp_path):
+    own = own_tensors(foreign_tensors())
+    source = write_source(tmp_path / "source", own)
+    with torch.device("meta"):
+        module = OnMeta().to(torch.float64)
+    module.reset_parameters = None
+    options = {"source_checkpoint": source, "load_mapper": lambda _: _identity(own), "keep_initial": ["frozen_*"]}
+    trainer = mesh_trainer({"data_parallel_shard": 2}, options)
+    with pytest.raises(TypeError, match=r"no source sets: frozen_scale\."):
+        trainer.validate(module, loader_of(trainer), verbose=False)
+
+
 def _identity(names):
     return ModelStateMapperParallel([ModelStateMapperIdentity(name) for name in names])
 

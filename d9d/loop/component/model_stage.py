@@ -11,6 +11,7 @@ from d9d.core.dist_context import DistributedContext
 from d9d.core.placement import trainable
 from d9d.core.protocol import MixesTokens
 from d9d.internals.materialize import materialize_module, seed_names_of_stages
+from d9d.internals.model_states import names_to_load
 from d9d.internals.tied_parameters import StageMemory, agree_on_ties
 from d9d.loop.component.model_states import load_and_tie_stages
 from d9d.loop.component.tracked_modules import TrackedModules, everything, only_trainable
@@ -74,11 +75,20 @@ class ModelStageFactory:
         seed_names: list[dict[str, str]] = [{} for _ in modules]
         if context.mesh_params.has_pipeline_parallel:
             seed_names = seed_names_of_stages(modules, stages, context.pipeline_group)
-        for module, names in zip(modules, seed_names, strict=True):
+        has_source = self._config.source_checkpoint is not None
+        for module, result, names in zip(modules, built, seed_names, strict=True):
             self._tell_of_shared_names(module, names)
-            materialize_module(module, context.current_device, self._seed, group=context.data_group, seed_names=names)
+            materialize_module(
+                module,
+                context.current_device,
+                self._seed,
+                group=context.data_group,
+                seed_names=names,
+                # Copies of a tied weight that are not loaded get their values from the first one.
+                loaded=names_to_load(module, result.keep) if has_source else (),
+            )
             module.train()
-        tied = load_and_tie_stages(modules, built, ties, context, self._config.source_checkpoint)
+        tied = load_and_tie_stages(modules, built, ties, context, self._config)
         predicate = only_trainable if self._config.checkpoint_only_trainable_parameters else everything
         return schedule, TrackedModules(context, modules, predicate, tied)
 

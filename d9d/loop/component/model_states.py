@@ -3,6 +3,7 @@
 import fnmatch
 import glob
 from collections.abc import Collection, Sequence
+from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,9 +17,10 @@ from d9d.internals.broadcast import broadcast_packed
 from d9d.internals.model_states import failing_together, huggingface_cache_root
 from d9d.internals.tied_parameters import Tie, TiedParameters, tie_parameters
 from d9d.loop.component.tracked_modules import TrackedModules
+from d9d.loop.config import ModelStageFactoryConfig
 from d9d.loop.control import InitializeModelStageResult, ModelProvider, PrepareExportModelStageContext
 from d9d.model_state.io.load import load_model_state
-from d9d.model_state.io.save import save_model_state, save_model_state_pipeline_parallel
+from d9d.model_state.io.save import BackgroundExport, save_model_state, save_model_state_pipeline_parallel
 from d9d.model_state.mapper import ModelStateMapper
 from d9d.model_state.mapper.compose import ModelStateMapperParallel, ModelStateMapperSelectGroups
 from d9d.model_state.mapper.names import NearestNames, listed
@@ -32,7 +34,7 @@ def load_and_tie_stages(
     built: Sequence[InitializeModelStageResult[Any]],
     ties: Sequence[Tie],
     context: DistributedContext,
-    source: Path | None,
+    config: ModelStageFactoryConfig,
 ) -> TiedParameters:
     """Load the stages of this rank, and give all copies of a tied weight one value. All ranks must call it.
 
@@ -44,36 +46,40 @@ def load_and_tie_stages(
         built: What the model provider has returned for each of them.
         ties: From `agree_on_ties`.
         context: Topology of the job.
-        source: Model state; None keeps the first values.
+        config: Names the model state; without one the first values stay.
 
     Raises:
         ValueError: On all ranks, if something is wrong with the model state, a mapper, or the copies of a tied weight.
     """
+    source = config.source_checkpoint
     if source is None:
         return tie_parameters(modules, ties, context)
     further = [_further_copies(stage, module, ties) for stage, module in enumerate(modules)]
     whole = _whole_of(modules, built, context)
-    loaded: list[tuple[str, nn.Parameter, torch.Tensor]] = []
     with failing_together(context):
-        for module, result, copies in zip(modules, built, further, strict=True):
-            mapper = _mapper_of(module, result)
-            kept = _kept(module, result.keep, whole.names)
-            produced = {name for group in mapper.state_dependency_groups() for name in group.outputs}
-            keep = [*kept, *(glob.escape(name) for name in copies - produced)]
-            load_model_state(
-                source,
-                mapper,
-                str(context.current_device),
-                module,
-                keep=keep,
-                expected=whole.read,
-                cache_root=huggingface_cache_root(source),
-            )
-            loaded += [
-                (name, parameter, local_tensor(parameter).detach().clone())
-                for name, parameter in module.named_parameters(remove_duplicate=False)
-                if name in copies & produced
-            ]
+        prepared = [
+            _Loading(module, _mapper_of(module, result), _kept(module, result.keep, whole.names), copies)
+            for module, result, copies in zip(modules, built, further, strict=True)
+        ]
+    for loading in prepared:
+        # All ranks have the same number of stages, and fail together at each.
+        load_model_state(
+            source,
+            loading.mapper,
+            str(context.current_device),
+            loading.module,
+            load_mode=config.load_mode if context.is_distributed else "each",
+            keep=[*loading.kept, *(glob.escape(name) for name in loading.copies - loading.produced)],
+            expected=whole.read,
+            process_group=context.groups[0] if context.is_distributed else None,
+            cache_root=huggingface_cache_root(source),
+        )
+    loaded = [
+        (name, parameter, local_tensor(parameter).detach().clone())
+        for loading in prepared
+        for name, parameter in loading.module.named_parameters(remove_duplicate=False)
+        if name in loading.copies & loading.produced
+    ]
     tied = tie_parameters(modules, ties, context)
     with failing_together(context):
         different = [name for name, copy, own in loaded if not torch.equal(local_tensor(copy).detach(), own)]
@@ -83,6 +89,21 @@ def load_and_tie_stages(
                 f"in an earlier stage. Load both from one tensor, or do not tie them (tied_parameters())."
             )
     return tied
+
+
+class _Loading(NamedTuple):
+    """How a stage is loaded."""
+
+    module: nn.Module
+    mapper: ModelStateMapper
+    kept: Sequence[str]
+    copies: AbstractSet[str]
+    """Weights whose values may come from an earlier stage."""
+
+    @property
+    def produced(self) -> set[str]:
+        """Tensors of the stage that the mapper makes."""
+        return {name for group in self.mapper.state_dependency_groups() for name in group.outputs}
 
 
 class _Whole(NamedTuple):
@@ -170,8 +191,14 @@ class ModelStageExporter:
         self._context = dist_context
 
     def export(
-        self, save_dir: Path, *, shard_size_gb: float = 4.0, dtype: torch.dtype | None = None, manifest: bool = False
-    ) -> None:
+        self,
+        save_dir: Path,
+        *,
+        shard_size_gb: float = 4.0,
+        dtype: torch.dtype | None = None,
+        manifest: bool = False,
+        in_background: bool = False,
+    ) -> BackgroundExport:
         """Write the weights as one model state, whatever the mesh. All ranks must call it, and it blocks until all have.
 
         Args:
@@ -179,6 +206,10 @@ class ModelStageExporter:
             shard_size_gb: Largest size of a file in GB.
             dtype: What floating point tensors are converted to; None keeps each tensor's own.
             manifest: Whether hashes of the files are written beside them.
+            in_background: Whether threads write the files, from copies of the weights.
+
+        Returns:
+            The export. With `in_background` all ranks must wait for it; otherwise it is complete.
 
         Raises:
             NotImplementedError: If the model provider has no export; with several ranks a RuntimeError that says so.
@@ -198,12 +229,21 @@ class ModelStageExporter:
             broadcast_packed([buffer for module in modules for buffer in module.buffers()], context.replica_group)
         if not context.mesh_params.has_pipeline_parallel:
             [mapper], [module] = mappers, modules
-            save_model_state(save_dir, mapper, module, shard_size_gb, dtype=dtype, manifest=manifest)
-            return
+            return save_model_state(
+                save_dir, mapper, module, shard_size_gb, dtype=dtype, manifest=manifest, in_background=in_background
+            )
         parts = ModelStateMapperParallel(self._without_further_copies(mappers))
         mesh = context.mesh_for(REGULAR_DOMAIN)
-        save_model_state_pipeline_parallel(
-            save_dir, parts, mesh, "pp", modules, shard_size_gb, dtype=dtype, manifest=manifest
+        return save_model_state_pipeline_parallel(
+            save_dir,
+            parts,
+            mesh,
+            "pp",
+            modules,
+            shard_size_gb,
+            dtype=dtype,
+            manifest=manifest,
+            in_background=in_background,
         )
 
     def _without_further_copies(self, mappers: Sequence[ModelStateMapper]) -> list[ModelStateMapper]:

@@ -43,6 +43,7 @@ from d9d.loop.event.catalogue.train import (
     EventTrainReadyContext,
 )
 from d9d.loop.run.job_state import CheckpointedState
+from d9d.model_state.io.save import BackgroundExport
 from d9d.pipelining.failure import naming_failed_peers
 
 # `Any` below: the types of batches, inputs and outputs are known to the job alone; the loop passes them on.
@@ -179,7 +180,8 @@ class Trainer:
         shard_size_gb: float = 4.0,
         dtype: torch.dtype | None = None,
         manifest: bool = False,
-    ) -> None:
+        in_background: bool = False,
+    ) -> BackgroundExport:
         """Write the weights as a model state, through the mapper of ``prepare_export_model_stage``.
 
         All ranks must call it, and it blocks until all have. It fails on all ranks if it fails on one.
@@ -191,6 +193,10 @@ class Trainer:
             shard_size_gb: Largest size of a file in GB (10^9 bytes), but for one that holds a single larger tensor.
             dtype: What floating point tensors are converted to; None keeps each tensor's own.
             manifest: Whether to write hashes of the files too, which are verified when they are loaded.
+            in_background: Whether to return when the weights are copied to the host, while threads write the files.
+
+        Returns:
+            The export. With `in_background` all ranks must ``wait()`` for it; otherwise it is complete.
 
         Raises:
             FileNotFoundError: If there is no checkpoint.
@@ -202,4 +208,6 @@ class Trainer:
                 f"export: {job.checkpointer.save_dir} holds no checkpoint. Train with checkpointing.period_steps set, or "
                 f"export the weights as they are now (load_checkpoint=False)."
             )
-        job.exporter.export(export_to, shard_size_gb=shard_size_gb, dtype=dtype, manifest=manifest)
+        return job.exporter.export(
+            export_to, shard_size_gb=shard_size_gb, dtype=dtype, manifest=manifest, in_background=in_background
+        )

@@ -5,9 +5,7 @@ from d9d.model_state.io.reader import read_model_state
 from d9d.model_state.io.save import (
     BackgroundExport,
     save_model_state,
-    save_model_state_in_background,
     save_model_state_pipeline_parallel,
-    save_model_state_pipeline_parallel_in_background,
 )
 from d9d.model_state.io.source import ModelStateSource, TensorInfo, examine_model_state, open_model_state
 from d9d.model_state.io.writer import (
@@ -25,9 +23,7 @@ __all__ = [
     "open_model_state",
     "read_model_state",
     "save_model_state",
-    "save_model_state_in_background",
     "save_model_state_pipeline_parallel",
-    "save_model_state_pipeline_parallel_in_background",
     "write_model_state_distributed",
     "write_model_state_local",
     "write_model_state_pipeline_parallel",

@@ -20,7 +20,7 @@ import operator
 import warnings
 from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Literal, NoReturn
+from typing import Literal, NoReturn, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,7 @@ from d9d.core.participants import Participants
 from d9d.core.placement import local_tensor
 from d9d.model_state.io.boxes import local_boxes
 from d9d.model_state.io.load_plan import LoadPlan, PlannedGroup, check_output, plan_load
+from d9d.model_state.io.model_tensors import Kept
 from d9d.model_state.io.problems import raise_problems
 from d9d.model_state.io.progress import progress_bar
 from d9d.model_state.io.reader import apply_group, read_inputs
@@ -40,12 +41,13 @@ from d9d.model_state.mapper.base import ModelStateMapper
 from d9d.model_state.mapper.names import listed
 from d9d.model_state.mapper.pieces import Box, TensorPieces
 
-__all__ = ["fill_model", "load_model_state"]
+__all__ = ["LoadMode", "fill_model", "load_model_state"]
 
 _CHUNK_ELEMENTS = 2 * 2**20
 """Most that is held at once where values cannot go straight to their place: 16 MiB of numbers of 8 bytes."""
 
-LoadMode = Literal["each", "broadcast"]
+LoadMode: TypeAlias = Literal["each", "broadcast"]
+"""Who reads a shard that several ranks hold: each of them, or one for all."""
 
 
 def load_model_state(
@@ -58,6 +60,7 @@ def load_model_state(
     *,
     load_mode: LoadMode = "each",
     keep: Sequence[str] = (),
+    keep_option: str = "keep",
     expected: Collection[str] = (),
     process_group: dist.ProcessGroup | None = None,
     cache_root: Path | None = None,
@@ -89,6 +92,7 @@ def load_model_state(
             mappers without a trace, which may communicate themselves, run on every rank.
         keep: Patterns (`fnmatch`) of names that stay as they are; each must match one. Every other parameter, and every
             other persistent buffer, must be produced by the mapper.
+        keep_option: What messages call `keep`: the name of the setting that it comes from.
         expected: Tensors of the model state that the mapper need not read, as another one does. Rank 0 warns of all further
             ones: weights that are left out without a word make another model. `ModelStateMapperDrop` says that it is meant.
         process_group: The ranks that fail together. None: all ranks for "broadcast", this one alone for "each".
@@ -112,7 +116,8 @@ def load_model_state(
             source = stack.enter_context(
                 open_model_state(src_dir, cache_root=cache_root, verify=verify, allow_bin=allow_bin)
             )
-            plan = plan_load(source, mapper, model, keep, f"The model state in {src_dir}, for this model,")
+            what = f"The model state in {src_dir}, for this model,"
+            plan = plan_load(source, mapper, model, Kept(keep, keep_option), what)
             _warn_of_unread(src_dir, source, mapper, expected)
         fill_model(
             source,

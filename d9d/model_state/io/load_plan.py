@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from d9d.model_state.io.model_tensors import Target, find_targets
+from d9d.model_state.io.model_tensors import Kept, Target, find_targets
 from d9d.model_state.io.planning import without_garbage_collection
 from d9d.model_state.io.problems import raise_problems
 from d9d.model_state.io.reader import Foreseen, ReadableGroup, foresee_group, missing_text, order_groups
@@ -57,16 +57,14 @@ class LoadPlan:
 
 
 @without_garbage_collection()
-def plan_load(
-    source: ModelStateSource, mapper: ModelStateMapper, model: nn.Module, keep: Sequence[str], what: str
-) -> LoadPlan:
+def plan_load(source: ModelStateSource, mapper: ModelStateMapper, model: nn.Module, keep: Kept, what: str) -> LoadPlan:
     """Decide from which group each parameter and persistent buffer of a model is filled. Reads no tensors.
 
     Args:
         source: The model state.
         mapper: Translates from its layout to the model's.
         model: The model, on its device.
-        keep: Patterns of names that stay as they are.
+        keep: What stays as it is.
         what: The model state in messages.
 
     Raises:
@@ -78,7 +76,7 @@ def plan_load(
     producers = _check_outputs_against(targets, mapper.state_dependency_groups(), problems)
     _, missing = runnable_groups(mapper, source.tensors)
     available = {name for name, group in producers.items() if group not in missing and name not in kept}
-    chosen = _choose(targets, kept, available, set(producers), problems)
+    chosen = _choose(targets, kept, available, set(producers), keep.option, problems)
     _report_missing(missing, targets, kept, chosen, source, problems)
     wanted = frozenset(producers[name] for name in available)
     planned: list[PlannedGroup] = []
@@ -128,6 +126,7 @@ def _choose(
     kept: Collection[str],
     available: Collection[str],
     produced: Collection[str],
+    keep_option: str,
     problems: list[str],
 ) -> dict[Target, str]:
     """Return the name that each target is set from. See [Note: tied parameters]."""
@@ -144,13 +143,13 @@ def _choose(
         if names and kept_names:
             problems.append(
                 f"{listed(kept_names)} is to stay as it is, but is the same parameter as {listed(names)}, which "
-                f"the mapper produces. Let `keep` match all of these names, or none."
+                f"the mapper produces. Let `{keep_option}` match all of these names, or none."
             )
     if unset:
         problems.append(
             f"{len(unset)} parameters or buffers of the model are not produced by the mapper: "
-            f"{NearestNames(set(produced)).described(unset)}. Add mappers for them, or name them in `keep` if they shall stay as "
-            f"they are."
+            f"{NearestNames(set(produced)).described(unset)}. Add mappers for them, or name them in `{keep_option}` if they shall "
+            f"stay as they are."
         )
     return chosen
 

@@ -11,7 +11,7 @@ from d9d.core.placement import local_tensor
 from d9d.model_state.io.boxes import local_boxes
 from d9d.model_state.mapper.names import NearestNames, listed
 
-__all__ = ["Target", "find_targets"]
+__all__ = ["Kept", "Target", "find_targets"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -27,14 +27,25 @@ class Target:
     tensor: torch.Tensor
 
 
-def find_targets(
-    model: nn.Module, keep: Sequence[str], problems: list[str]
-) -> tuple[dict[str, Target], frozenset[str]]:
+@dataclasses.dataclass(frozen=True, slots=True)
+class Kept:
+    """What of a model stays as it is.
+
+    Attributes:
+        patterns: As of `fnmatch`, of names.
+        option: The setting that has them, for messages.
+    """
+
+    patterns: Sequence[str] = ()
+    option: str = "keep"
+
+
+def find_targets(model: nn.Module, keep: Kept, problems: list[str]) -> tuple[dict[str, Target], frozenset[str]]:
     """Return the parameters and persistent buffers by name, where tied names have one target, and the names to keep.
 
     Args:
         model: The model, on its device.
-        keep: Patterns of names that stay as they are.
+        keep: What stays as it is.
         problems: Where everything that cannot be filled is reported, one sentence each.
     """
     # Hooks of FSDP run here, after which the parameters are the sharded ones.
@@ -52,11 +63,11 @@ def find_targets(
     )
     problems.extend(_unallocated(tensors, not_persistent))
     owned = {id(tensor) for tensor in (*parameters.values(), *buffers.values())}
-    problems.extend(_unfillable({name: own for name, own in tensors.items() if name not in kept}, owned))
+    problems.extend(_unfillable({name: own for name, own in tensors.items() if name not in kept}, owned, keep.option))
     if left := hidden.keys() - kept:
         problems.append(
             f"{len(left)} parameters of the model are not in its state_dict(), so that they cannot be filled: {listed(left)}. "
-            f"Name them in `keep` if they shall stay as they are, or load before what hides them is added."
+            f"Name them in `{keep.option}` if they shall stay as they are, or load before what hides them is added."
         )
     problems.extend(_overlaps(tensors, kept))
     targets: dict[str, Target] = {}
@@ -65,11 +76,11 @@ def find_targets(
     return targets, kept
 
 
-def _find_kept(keep: Sequence[str], names: Collection[str], problems: list[str]) -> frozenset[str]:
-    kept = frozenset(name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in keep))
-    unused = [pattern for pattern in keep if not any(fnmatch.fnmatchcase(name, pattern) for name in kept)]
+def _find_kept(keep: Kept, names: Collection[str], problems: list[str]) -> frozenset[str]:
+    kept = frozenset(name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in keep.patterns))
+    unused = [pattern for pattern in keep.patterns if not any(fnmatch.fnmatchcase(name, pattern) for name in kept)]
     if unused:
-        problems.append(f"`keep` matches nothing of the model by {NearestNames(names).described(unused)}.")
+        problems.append(f"`{keep.option}` matches nothing of the model by {NearestNames(names).described(unused)}.")
     return kept
 
 
@@ -90,7 +101,7 @@ def _unallocated(tensors: Mapping[str, torch.Tensor], not_persistent: Mapping[st
     ]
 
 
-def _unfillable(tensors: Mapping[str, torch.Tensor], owned: Collection[int]) -> list[str]:
+def _unfillable(tensors: Mapping[str, torch.Tensor], owned: Collection[int], keep_option: str) -> list[str]:
     """Report tensors of ``state_dict()`` that nothing can be written to."""
     problems: list[str] = []
     computed = [name for name, tensor in tensors.items() if id(tensor) not in owned]
@@ -98,12 +109,12 @@ def _unfillable(tensors: Mapping[str, torch.Tensor], owned: Collection[int]) -> 
     if computed:
         problems.append(
             f"state_dict() of the model computes {listed(computed)} instead of giving its parameters and buffers, so "
-            f"that they cannot be filled; name them in `keep`, or load before what computes them is added."
+            f"that they cannot be filled; name them in `{keep_option}`, or load before what computes them is added."
         )
     if repeated:
         problems.append(
             f"Elements of {listed(repeated)} share memory with one another, as after expand(), so that they cannot be "
-            f"set one by one. Register a clone() of the tensor, or name it in `keep`."
+            f"set one by one. Register a clone() of the tensor, or name it in `{keep_option}`."
         )
     cut_otherwise: dict[str, list[str]] = {}
     for name, tensor in tensors.items():

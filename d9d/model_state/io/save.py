@@ -17,9 +17,7 @@ from d9d.model_state.mapper.base import ModelStateMapper
 __all__ = [
     "BackgroundExport",
     "save_model_state",
-    "save_model_state_in_background",
     "save_model_state_pipeline_parallel",
-    "save_model_state_pipeline_parallel_in_background",
 ]
 
 
@@ -47,6 +45,12 @@ class BackgroundExport:
         if export is not None:
             export.finish()
 
+    def abandon(self) -> None:
+        """Give up what is not complete: remove this rank's files. No communication, for a job that ends by an error."""
+        export, self._export = self._export, None
+        if export is not None:
+            export.abort()
+
 
 def save_model_state(
     dest_dir: Path | str,
@@ -58,7 +62,8 @@ def save_model_state(
     process_group: dist.ProcessGroup | None = None,
     dtype: torch.dtype | None = None,
     manifest: bool = False,
-) -> None:
+    in_background: bool = False,
+) -> BackgroundExport:
     """Export the parameters and persistent buffers of a module, plain or sharded. Blocks the host.
 
     All ranks of the process group must call it, with the same mapper and modules of the same names; in a job without
@@ -84,6 +89,11 @@ def save_model_state(
         process_group: The ranks that call; all parameters are sharded among them at most. None: all of the job.
         dtype: What floating-point tensors are stored as. None: each as it is.
         manifest: Write SHA-256 digests beside the files, which loading compares. Reads every file once.
+        in_background: Return when this rank's tensors are copied to the host, after which the module may change, and let a
+            thread write them. Memory: that copy, until it is written.
+
+    Returns:
+        The export. With `in_background` all ranks must `wait` for it; otherwise it is complete.
 
     Raises:
         ValueError: The module lacks inputs of the mapper, ranks have different modules, a tensor is produced twice or
@@ -93,45 +103,8 @@ def save_model_state(
     """
     options = ExportOptions(shard_size_gb=shard_size_gb, dtype=dtype, manifest=manifest)
     ranks = _ranks_of(process_group)
-    start_export(dest_dir, mapper, [model], ranks, options, show_progress).finish()
-
-
-def save_model_state_in_background(
-    dest_dir: Path | str,
-    mapper: ModelStateMapper,
-    model: nn.Module,
-    shard_size_gb: float = 4.0,
-    show_progress: bool = True,
-    *,
-    process_group: dist.ProcessGroup | None = None,
-    dtype: torch.dtype | None = None,
-    manifest: bool = False,
-) -> BackgroundExport:
-    """Start an export as `save_model_state`, and return when the tensors are copied to the host.
-
-    The module may then be changed. Memory: a host copy of what this rank writes, until it is written.
-
-    Args:
-        dest_dir: As in `save_model_state`, as all others.
-        mapper: See there.
-        model: See there.
-        shard_size_gb: See there.
-        show_progress: See there.
-        process_group: See there.
-        dtype: See there.
-        manifest: See there.
-
-    Returns:
-        The export, which all ranks must `wait` for.
-
-    Raises:
-        ValueError: As in `save_model_state`, as far as it is known by then; on all ranks.
-        OSError: The directory cannot be used, or another export into it is in progress; on all ranks.
-    """
-    options = ExportOptions(shard_size_gb=shard_size_gb, dtype=dtype, manifest=manifest)
-    ranks = _ranks_of(process_group)
-    export = start_export(dest_dir, mapper, [model], ranks, options, show_progress, in_background=True)
-    return BackgroundExport(export)
+    started = start_export(dest_dir, mapper, [model], ranks, options, show_progress, in_background=in_background)
+    return _started(started, in_background)
 
 
 def save_model_state_pipeline_parallel(
@@ -146,7 +119,8 @@ def save_model_state_pipeline_parallel(
     *,
     dtype: torch.dtype | None = None,
     manifest: bool = False,
-) -> None:
+    in_background: bool = False,
+) -> BackgroundExport:
     """Export the stages of a pipeline as one model state. Blocks the host.
 
     All ranks of the mesh must call it. Ranks that differ in other mesh dimensions only hold the same stages, as replicas or
@@ -164,6 +138,10 @@ def save_model_state_pipeline_parallel(
         position: Line of the bar, among several.
         dtype: As in `save_model_state`.
         manifest: As in `save_model_state`.
+        in_background: As in `save_model_state`.
+
+    Returns:
+        As `save_model_state`.
 
     Raises:
         ValueError: As in `save_model_state`; or two stages have different tensors of one name, or the mesh has no such
@@ -173,49 +151,17 @@ def save_model_state_pipeline_parallel(
     """
     options = ExportOptions(shard_size_gb=shard_size_gb, dtype=dtype, manifest=manifest)
     ranks = _ranks_of_mesh(device_mesh, pipeline_dim_name)
-    start_export(dest_dir, mapper, models, ranks, options, show_progress, position).finish()
+    started = start_export(
+        dest_dir, mapper, models, ranks, options, show_progress, position, in_background=in_background
+    )
+    return _started(started, in_background)
 
 
-def save_model_state_pipeline_parallel_in_background(
-    dest_dir: Path | str,
-    mapper: ModelStateMapper,
-    device_mesh: DeviceMesh,
-    pipeline_dim_name: str,
-    models: list[nn.Module],
-    shard_size_gb: float = 4.0,
-    show_progress: bool = True,
-    position: int | None = None,
-    *,
-    dtype: torch.dtype | None = None,
-    manifest: bool = False,
-) -> BackgroundExport:
-    """Start an export as `save_model_state_pipeline_parallel`, and return when the tensors are copied to the host.
-
-    The modules may then be changed. Memory: a host copy of what this rank writes, until it is written.
-
-    Args:
-        dest_dir: As in `save_model_state_pipeline_parallel`, as all others.
-        mapper: See there.
-        device_mesh: See there.
-        pipeline_dim_name: See there.
-        models: See there.
-        shard_size_gb: See there.
-        show_progress: See there.
-        position: See there.
-        dtype: See there.
-        manifest: See there.
-
-    Returns:
-        The export, which all ranks must `wait` for.
-
-    Raises:
-        ValueError: As in `save_model_state_pipeline_parallel`, as far as it is known by then; on all ranks.
-        OSError: The directory cannot be used, or another export into it is in progress; on all ranks.
-    """
-    options = ExportOptions(shard_size_gb=shard_size_gb, dtype=dtype, manifest=manifest)
-    ranks = _ranks_of_mesh(device_mesh, pipeline_dim_name)
-    export = start_export(dest_dir, mapper, models, ranks, options, show_progress, position, in_background=True)
-    return BackgroundExport(export)
+def _started(started: Export, in_background: bool) -> BackgroundExport:
+    export = BackgroundExport(started)
+    if not in_background:
+        export.wait()
+    return export
 
 
 def _ranks_of(process_group: dist.ProcessGroup | None) -> ExportRanks:

@@ -262,6 +262,29 @@ def test_untouched_tensors_are_named_on_all_ranks():
     dist.barrier()
 
 
+def test_what_is_loaded_later_needs_no_first_values():
+    """Neither a method nor its work, unless something else needs it; what that leaves out is named without the rest."""
+
+    class Layers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(2, 2)
+            self.head = nn.Linear(2, 1, bias=False)
+            self.register_buffer("table", torch.empty(3), persistent=False)
+
+    of_linear = {"linear.weight", "linear.bias"}
+    with pytest.raises(TypeError, match=r"no source sets: head\.weight, table\.$"):
+        materialize_module(build_on_meta(Layers), CPU, SEED, loaded=of_linear)
+    module = build_on_meta(Layers)
+    materialize_module(module, CPU, SEED, loaded={*of_linear, "head.weight", "table"})
+    assert module.linear.weight.shape == (2, 2)
+    assert module.table.device == CPU
+
+    careless = build_on_meta(Careless)
+    with pytest.raises(RuntimeError, match=r"left 3 parameters or buffers .*: flag, number, table\."):
+        materialize_module(careless, CPU, SEED, loaded={"forgotten", "partly"})
+
+
 def test_a_root_without_the_method():
     with pytest.raises(TypeError, match=r"Sequential has no reset_parameters\(\).*meta device"):
         materialize_module(build_on_meta(lambda: nn.Sequential(nn.Linear(1, 1))), CPU, SEED)

@@ -115,12 +115,14 @@ class Provider(ModelProvider[Stage]):
         return PrepareExportModelStageResult(state_mapper=mapper_of(context.model, self.is_tied).inverse())
 
 
-def build(context: DistributedContext, provider: Provider, source: Path | None, num_stages: int = 1) -> TrackedModules:
+def build(
+    context: DistributedContext, provider: Provider, source: Path | None, num_stages: int = 1, **config: Any
+) -> TrackedModules:
     has_pipeline = context.mesh_params.has_pipeline_parallel
     schedule = {"schedule": "1f1b", "num_stages_per_rank": num_stages, "zero_bubble": False}
     pipelining = PipeliningConfig.model_validate({"schedule": schedule} if has_pipeline else {})
-    config = ModelStageFactoryConfig(source_checkpoint=source)
-    _, modules = ModelStageFactory(provider, context, config, pipelining, SEED).build_pipeline_and_modules()
+    config_model = ModelStageFactoryConfig(source_checkpoint=source, **config)
+    _, modules = ModelStageFactory(provider, context, config_model, pipelining, SEED).build_pipeline_and_modules()
     return modules
 
 
@@ -221,6 +223,21 @@ def test_four_ranks(degrees: dict[str, int], num_stages: int, tmp_path: Path):
     check(degrees, tmp_path, num_stages)
 
 
+@pytest.mark.world_size(4)
+def test_one_replica_reads_for_the_others(tmp_path: Path):
+    """Each rank has files with other values, and each stage those of its first replica."""
+    context = DeviceMeshParameters(pipeline_parallel=2, data_parallel_replicate=2).build()
+    foreign = {name: tensor + context.rank for name, tensor in foreign_tensors(2).items()}
+    source = tmp_path / str(context.rank)
+    source.mkdir(parents=True)
+    save_file(foreign, source / "model.safetensors")
+    [module] = build(context, Provider(), source, load_mode="broadcast").modules
+    first = 2 * context.mesh_for(DENSE_DOMAIN).get_local_rank("pp")
+    expected = own_tensors({name: tensor + first for name, tensor in foreign_tensors(2).items()}, 2)
+    full = named_full_parameters(module)
+    equal(full, {name: expected[name] for name in full})
+
+
 def test_patterns_keep_initial_values(tmp_path: Path):
     foreign = foreign_tensors(1)
     source = write_source(tmp_path, foreign)
@@ -232,6 +249,26 @@ def test_patterns_keep_initial_values(tmp_path: Path):
     equal(dict(named_full_parameters(module)), expected)
     with pytest.raises(ValueError, match=r"mix\.0\.bias"):
         build(context, Provider(omits=omits, keep=("mix.*.weight",)), source)
+
+
+@pytest.mark.world_size(2)
+def test_what_the_source_sets_needs_no_initialisation(tmp_path: Path):
+    class Bare(Provider):
+        def initialize_model_stage(self, context: InitializeModelStageContext) -> InitializeModelStageResult[Stage]:
+            result = super().initialize_model_stage(context)
+            # What is no method is none.
+            vars(result.model)["reset_parameters"] = None
+            return result
+
+    context = DeviceMeshParameters(data_parallel_shard=2).build()
+    foreign = foreign_tensors(1)
+    source = write_source(tmp_path, foreign)
+    [module] = build(context, Bare(), source).modules
+    equal(named_full_parameters(module), own_tensors(foreign, 1))
+    with pytest.raises(TypeError, match=r"no source sets: mix\.0\.bias\."):
+        build(context, Bare(omits=("mix.0.bias",), keep=("mix.0.bias",)), source)
+    with pytest.raises(ValueError, match=r"not produced by the mapper: 'mix\.0\.bias'"):
+        build(context, Bare(omits=("mix.0.bias",)), source)
 
 
 @pytest.mark.world_size(2)

@@ -147,6 +147,18 @@ def test_the_form_of_an_export(degrees: dict[str, int], tmp_path: Path):
     assert_same(read_export(tmp_path / "exported"), {name: tensor.bfloat16() for name, tensor in whole.items()})
 
 
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("degrees", [{"data_parallel_shard": 2}, {"pipeline_parallel": 2}], ids=str)
+def test_the_job_goes_on_while_an_export_is_written(degrees: dict[str, int], tmp_path: Path):
+    model = build_whole_model(torch.float64)
+    values = fill(model)
+    job = build(DeviceMeshParameters(**degrees), tmp_path, write_source(tmp_path / "source", values))
+    export = job.trainer.export(tmp_path / "exported", load_checkpoint=False, in_background=True)
+    job.trainer.train()
+    export.wait()
+    assert_same(read_export(tmp_path / "exported"), values)
+
+
 def test_there_must_be_a_checkpoint(tmp_path: Path):
     trainer: Trainer = build(DeviceMeshParameters(), tmp_path, None).trainer
     with pytest.raises(FileNotFoundError, match=r"checkpoints.*holds no checkpoint"):

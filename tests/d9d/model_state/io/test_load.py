@@ -21,6 +21,7 @@ from d9d.core.dist_context import DENSE_DOMAIN, DeviceMeshParameters
 from d9d.core.placement import local_tensor
 from d9d.model_state.io.load import fill_model, load_model_state
 from d9d.model_state.io.load_plan import plan_load
+from d9d.model_state.io.model_tensors import Kept
 from d9d.model_state.io.save import save_model_state
 from d9d.model_state.io.source import open_model_state
 from d9d.model_state.mapper.adapters import identity_mapper_from_module
@@ -274,7 +275,7 @@ def test_a_failure_in_the_middle_says_what_the_model_is_worth(tmp_path: Path):
     mapper = identity("a", "b")
     with open_model_state(write(tmp_path, {"a": torch.ones(2), "b": torch.ones(2)})) as opened:
         source = Breaking(opened)
-        plan = plan_load(source, mapper, model, (), "it")
+        plan = plan_load(source, mapper, model, Kept(), "it")
         with pytest.raises(RuntimeError, match=r"input/output error.*partly loaded: do not use it"):
             fill_model(source, mapper, torch.device("cpu"), plan)
 
@@ -445,7 +446,7 @@ def test_a_rank_reads_its_share_and_no_more(tmp_path: Path):
     )
     with open_model_state(tmp_path) as opened:
         source = CountingSource(opened)
-        plan = plan_load(source, mapper, model, (), "it")
+        plan = plan_load(source, mapper, model, Kept(), "it")
         assert source.num_bytes == 0
         fill_model(source, mapper, torch.device("cpu"), plan)
     # 4 of 16 rows of 6, of 8 x 3 one column (or none: 3 on 4 ranks), and all of the plain one; 8 bytes each
@@ -598,7 +599,7 @@ def test_one_rank_of_each_replica_group_reads(tmp_path: Path):
     mapper = identity(*stored)
     with open_model_state(tmp_path) as opened:
         source = CountingSource(opened)
-        plan = plan_load(source, mapper, model, (), "it")
+        plan = plan_load(source, mapper, model, Kept(), "it")
         fill_model(source, mapper, torch.device("cpu"), plan, group=dist.group.WORLD, is_broadcast=True)
     for name, layout in layouts.items():
         expected = distribute_tensor(stored[name].float(), mesh, layout, src_data_rank=None).to_local()
@@ -653,7 +654,7 @@ def test_mappers_that_communicate_run_on_all_ranks(tmp_path: Path, load_mode: st
     mapper = ModelStateMapperParallel([Gathered(), identity("y")])
     with open_model_state(tmp_path) as opened:
         source = CountingSource(opened)
-        plan = plan_load(source, mapper, model, (), "it")
+        plan = plan_load(source, mapper, model, Kept(), "it")
         is_broadcast = load_mode == "broadcast"
         fill_model(source, mapper, torch.device("cpu"), plan, group=dist.group.WORLD, is_broadcast=is_broadcast)
     assert torch.equal(model.x.to_local(), values)

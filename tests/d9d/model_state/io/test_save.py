@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,9 +21,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from d9d.model_state.io.save import (
     save_model_state,
-    save_model_state_in_background,
     save_model_state_pipeline_parallel,
-    save_model_state_pipeline_parallel_in_background,
 )
 from d9d.model_state.io.writer import write_model_state_local
 from d9d.model_state.mapper.adapters import identity_mapper_from_module
@@ -520,10 +517,6 @@ def test_ranks_with_different_modules_are_refused(tmp_path: Path):
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("in_background", [False, True])
 def test_a_full_disk_on_one_rank(tmp_path: Path, in_background: bool):
-    def save_later(*args: Any, **kwargs: Any) -> None:
-        save_model_state_in_background(*args, **kwargs).wait()
-
-    save = save_later if in_background else save_model_state
     rank = dist.get_rank()
     mesh = init_device_mesh("cpu", (2,))
     names = [f"t{n}" for n in range(6)]
@@ -534,7 +527,9 @@ def test_a_full_disk_on_one_rank(tmp_path: Path, in_background: bool):
         with pytest.raises(
             OSError, match=r"on rank 1 of 2: .*File too large: .*\.tmp-rank0-shard-\d-\w+\.safetensors'"
         ):
-            save(tmp_path, identity(*names), module, 36000 / 1e9, show_progress=False)
+            save_model_state(
+                tmp_path, identity(*names), module, 36000 / 1e9, show_progress=False, in_background=in_background
+            ).wait()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     dist.barrier()
@@ -564,7 +559,9 @@ def test_pipelines(tmp_path: Path, dims: tuple[str, str]):
         assert_same(read_back(tmp_path), everything)
         assert len(list(tmp_path.glob("*.safetensors"))) == num_files
         dist.barrier()
-    export = save_model_state_pipeline_parallel_in_background(tmp_path, mapper, mesh, "pp", stages, show_progress=False)
+    export = save_model_state_pipeline_parallel(
+        tmp_path, mapper, mesh, "pp", stages, show_progress=False, in_background=True
+    )
     for stage in stages:
         for tensor in stage.buffers():
             tensor.zero_()
@@ -606,7 +603,7 @@ def test_stages_may_share_a_tensor(tmp_path: Path):
 def test_the_model_may_change_while_it_is_written(tmp_path: Path):
     module = Holder({"a": numbers((100,)), "b": numbers((3, 5)).T, "c": numbers((2,), torch.int64)})
     expected = {name: tensor.clone() for name, tensor in module.state_dict().items()}
-    export = save_model_state_in_background(tmp_path, identity(*"abc"), module, 100 / 1e9, show_progress=False)
+    export = save_model_state(tmp_path, identity(*"abc"), module, 100 / 1e9, show_progress=False, in_background=True)
     for tensor in module.buffers():
         tensor.zero_()
     # Nothing is published before it has been waited for.
@@ -621,12 +618,12 @@ def test_the_model_may_change_while_it_is_written(tmp_path: Path):
 def test_a_second_export_is_refused_until_the_first_is_complete(tmp_path: Path, shard_size_gb: float):
     rank, mapper = dist.get_rank(), identity("a", "b")
     first, second = (Holder({name: numbers((3,)) + offset for name in "ab"}) for offset in (0, 100))
-    export = save_model_state_in_background(tmp_path, mapper, first, shard_size_gb, show_progress=False)
+    export = save_model_state(tmp_path, mapper, first, shard_size_gb, show_progress=False, in_background=True)
     for _ in range(2):
         with pytest.raises(
             OSError, match=r"on rank 0 of 2: another export into .* is in progress, led by process \d+ on"
         ):
-            save_model_state_in_background(tmp_path, mapper, second, shard_size_gb, show_progress=False)
+            save_model_state(tmp_path, mapper, second, shard_size_gb, show_progress=False, in_background=True)
         with pytest.raises(OSError, match=r"another export into .* is in progress"):
             write_model_state_local(tmp_path, mapper, second.state_dict().items(), show_progress=False)
         # Also on one rank only. Elsewhere there is no harm.
@@ -645,7 +642,7 @@ def test_a_second_export_is_refused_until_the_first_is_complete(tmp_path: Path, 
 def test_shards_that_are_exchanged_before_they_get_their_names(tmp_path: Path):
     module = Holder({"a": numbers((3,)), "b": numbers((5,))})
     for exchange, message in [(lambda path: path.unlink(), "is not there"), (truncate, r"has 3 bytes, of \d+")]:
-        export = save_model_state_in_background(tmp_path, identity("a", "b"), module, 1e-9, show_progress=False)
+        export = save_model_state(tmp_path, identity("a", "b"), module, 1e-9, show_progress=False, in_background=True)
         [shard] = tmp_path.glob(".tmp-rank0-shard-0-*")
         while not shard.read_bytes().endswith(numbers((3,)).float().numpy().tobytes()):
             time.sleep(0.01)
@@ -684,6 +681,11 @@ def test_what_cannot_be_stored_is_refused_at_once(tmp_path: Path):
 
 def test_errors_in_the_background(tmp_path: Path):
     with pytest.raises(ValueError, match="a has values beyond the range"):
-        save_model_state_in_background(
-            tmp_path, identity("a"), Holder({"a": torch.tensor([1e6])}), show_progress=False, dtype=torch.float16
+        save_model_state(
+            tmp_path,
+            identity("a"),
+            Holder({"a": torch.tensor([1e6])}),
+            show_progress=False,
+            dtype=torch.float16,
+            in_background=True,
         ).wait()
