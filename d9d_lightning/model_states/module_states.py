@@ -181,7 +181,7 @@ class ModuleStates:
         cut: StageCut | None,
         mapper: ModelStateMapper | None,
         form: ExportFormat,
-    ) -> BackgroundExport:
+    ) -> BackgroundExport | None:
         """Write the weights of a module, each tensor once. All ranks must call it, and it blocks until all have.
 
         Args:
@@ -193,7 +193,7 @@ class ModuleStates:
             form: How they are written.
 
         Returns:
-            The export, which all ranks must wait for if it is written in the background.
+            The export, which all ranks must wait for, if it is written in the background.
 
         Raises:
             ValueError: On all ranks, if the mapper does not fit the module, with all that is wrong.

@@ -198,7 +198,7 @@ class ModelStageExporter:
         dtype: torch.dtype | None = None,
         manifest: bool = False,
         in_background: bool = False,
-    ) -> BackgroundExport:
+    ) -> BackgroundExport | None:
         """Write the weights as one model state, whatever the mesh. All ranks must call it, and it blocks until all have.
 
         Args:
@@ -209,7 +209,7 @@ class ModelStageExporter:
             in_background: Whether threads write the files, from copies of the weights.
 
         Returns:
-            The export. With `in_background` all ranks must wait for it; otherwise it is complete.
+            With `in_background` the export, which all ranks must wait for.
 
         Raises:
             NotImplementedError: If the model provider has no export; with several ranks a RuntimeError that says so.

@@ -181,7 +181,7 @@ class Trainer:
         dtype: torch.dtype | None = None,
         manifest: bool = False,
         in_background: bool = False,
-    ) -> BackgroundExport:
+    ) -> BackgroundExport | None:
         """Write the weights as a model state, through the mapper of ``prepare_export_model_stage``.
 
         All ranks must call it, and it blocks until all have. It fails on all ranks if it fails on one.
@@ -196,7 +196,7 @@ class Trainer:
             in_background: Whether to return when the weights are copied to the host, while threads write the files.
 
         Returns:
-            The export. With `in_background` all ranks must ``wait()`` for it; otherwise it is complete.
+            With `in_background` the export, which all ranks must ``wait()`` for.
 
         Raises:
             FileNotFoundError: If there is no checkpoint.

@@ -33,13 +33,13 @@ from d9d.core.placement import local_tensor
 from d9d.model_state.io.boxes import local_boxes
 from d9d.model_state.io.load_plan import LoadPlan, PlannedGroup, check_output, plan_load
 from d9d.model_state.io.model_tensors import Kept
-from d9d.model_state.io.problems import raise_problems
 from d9d.model_state.io.progress import progress_bar
 from d9d.model_state.io.reader import apply_group, read_inputs
 from d9d.model_state.io.source import ModelStateSource, open_model_state
 from d9d.model_state.mapper.base import ModelStateMapper
 from d9d.model_state.mapper.names import listed
 from d9d.model_state.mapper.pieces import Box, TensorPieces
+from d9d.model_state.problems import raise_problems
 
 __all__ = ["LoadMode", "fill_model", "load_model_state"]
 

@@ -16,12 +16,12 @@ from torch.distributed.tensor import DTensor
 
 from d9d.model_state.io.model_tensors import Kept, Target, find_targets
 from d9d.model_state.io.planning import without_garbage_collection
-from d9d.model_state.io.problems import raise_problems
 from d9d.model_state.io.reader import Foreseen, ReadableGroup, foresee_group, missing_text, order_groups
 from d9d.model_state.io.source import ModelStateSource
 from d9d.model_state.mapper.base import ModelStateMapper, StateGroup, require_mapper, runnable_groups
 from d9d.model_state.mapper.names import NearestNames, listed
 from d9d.model_state.mapper.pieces import TensorPieces
+from d9d.model_state.problems import raise_problems
 
 __all__ = ["LoadPlan", "PlannedGroup", "check_output", "plan_load"]
 

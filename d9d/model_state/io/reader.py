@@ -19,6 +19,7 @@ from d9d.core.placement import local_tensor
 from d9d.model_state.io.progress import progress_bar
 from d9d.model_state.io.source import ModelStateSource, TensorInfo, open_model_state
 from d9d.model_state.mapper.base import ModelStateMapper, StateGroup, runnable_groups
+from d9d.model_state.mapper.check import check_outputs
 from d9d.model_state.mapper.names import NearestNames, listed
 from d9d.model_state.mapper.pieces import TensorPieces
 from d9d.model_state.mapper_reference import describe_with_place
@@ -166,7 +167,7 @@ def apply_group(
         raise ValueError(_failure(group, error)) from error
     except Exception as error:
         raise RuntimeError(_failure(group, error)) from error
-    _check_outputs(mapper, group, outputs)
+    check_outputs(mapper, group, outputs)
     return outputs
 
 
@@ -188,7 +189,7 @@ def foresee_group(mapper: ModelStateMapper, group: StateGroup, inputs: Mapping[s
     except Exception as error:
         raise ValueError(_failure(group, error)) from error
     if pieces is not None:
-        _check_outputs(mapper, group, pieces)
+        check_outputs(mapper, group, pieces)
         return Foreseen(pieces, pieces)
     try:
         with torch.no_grad():
@@ -200,7 +201,7 @@ def foresee_group(mapper: ModelStateMapper, group: StateGroup, inputs: Mapping[s
         return Foreseen({}, None)
     except Exception as error:
         raise ValueError(_failure(group, error)) from error
-    _check_outputs(mapper, group, outputs)
+    check_outputs(mapper, group, outputs)
     return Foreseen(outputs, None)
 
 
@@ -208,15 +209,6 @@ def _failure(group: StateGroup, error: Exception) -> str:
     # What is no refusal is a mistake in somebody's code, whose place helps.
     reason = str(error) if isinstance(error, (ValueError, IndexError)) else describe_with_place(error)
     return f"{listed(group.inputs)} cannot be mapped to {listed(group.outputs)}: {reason}"
-
-
-def _check_outputs(mapper: ModelStateMapper, group: StateGroup, outputs: Collection[str]) -> None:
-    """Raise ValueError if a mapper has returned something else than the outputs that it has declared."""
-    if frozenset(outputs) != group.outputs:
-        raise ValueError(
-            f"{type(mapper).__name__} returned {listed(outputs) or 'nothing'} for the group of "
-            f"{listed(group.inputs)}; it has declared {listed(group.outputs) or 'nothing'}."
-        )
 
 
 def stream_groups(

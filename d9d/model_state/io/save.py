@@ -63,7 +63,7 @@ def save_model_state(
     dtype: torch.dtype | None = None,
     manifest: bool = False,
     in_background: bool = False,
-) -> BackgroundExport:
+) -> BackgroundExport | None:
     """Export the parameters and persistent buffers of a module, plain or sharded. Blocks the host.
 
     All ranks of the process group must call it, with the same mapper and modules of the same names; in a job without
@@ -93,7 +93,7 @@ def save_model_state(
             thread write them. Memory: that copy, until it is written.
 
     Returns:
-        The export. With `in_background` all ranks must `wait` for it; otherwise it is complete.
+        With `in_background` the export, which all ranks must `wait` for.
 
     Raises:
         ValueError: The module lacks inputs of the mapper, ranks have different modules, a tensor is produced twice or
@@ -120,7 +120,7 @@ def save_model_state_pipeline_parallel(
     dtype: torch.dtype | None = None,
     manifest: bool = False,
     in_background: bool = False,
-) -> BackgroundExport:
+) -> BackgroundExport | None:
     """Export the stages of a pipeline as one model state. Blocks the host.
 
     All ranks of the mesh must call it. Ranks that differ in other mesh dimensions only hold the same stages, as replicas or
@@ -157,11 +157,11 @@ def save_model_state_pipeline_parallel(
     return _started(started, in_background)
 
 
-def _started(started: Export, in_background: bool) -> BackgroundExport:
-    export = BackgroundExport(started)
-    if not in_background:
-        export.wait()
-    return export
+def _started(export: Export, in_background: bool) -> BackgroundExport | None:
+    if in_background:
+        return BackgroundExport(export)
+    export.finish()
+    return None
 
 
 def _ranks_of(process_group: dist.ProcessGroup | None) -> ExportRanks:

@@ -21,9 +21,9 @@ from safetensors import SafetensorError, safe_open
 from d9d.model_state.io.dtypes import FILE_DTYPES
 from d9d.model_state.io.files import ModelStateFiles, find_files, read_json_without_duplicates
 from d9d.model_state.io.manifest import verify_manifest
-from d9d.model_state.io.problems import raise_problems
 from d9d.model_state.mapper.names import NearestNames, listed
 from d9d.model_state.mapper.pieces import Box
+from d9d.model_state.problems import raise_problems
 
 __all__ = ["ModelStateExamination", "ModelStateSource", "TensorInfo", "examine_model_state", "open_model_state"]
 

@@ -1,6 +1,6 @@
 """Files of one rank, into which tensors are written in the order in which they come."""
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import final
 
@@ -11,7 +11,6 @@ from d9d.model_state.io.export_directory import WrittenShard, remove_files, temp
 from d9d.model_state.io.manifest import file_digest
 from d9d.model_state.io.shard_file import HEADER_FRAME_BYTES, ShardFile, expected_entry_bytes
 from d9d.model_state.io.stored_values import stored_bytes
-from d9d.model_state.mapper.names import NearestNames, listed
 
 __all__ = ["StreamedFiles"]
 
@@ -44,18 +43,16 @@ class StreamedFiles:
         self._sizes: dict[str, int] = {}
         self._written: list[WrittenShard] = []
 
-    def write(self, outputs: Mapping[str, torch.Tensor], expected: Collection[str]) -> None:
+    def write(self, outputs: Mapping[str, torch.Tensor]) -> None:
         """Write the tensors of a group.
 
         Args:
             outputs: Tensors by name. They may be changed afterwards.
-            expected: The names that the group has declared.
 
         Raises:
-            ValueError: The mapper has made something else than it has declared, or what cannot be stored.
+            ValueError: The mapper has made what cannot be stored, or a name again.
             OSError: Naming the path.
         """
-        _check_outputs(outputs, expected)
         for name in sorted(outputs):
             self._add(name, outputs[name])
 
@@ -113,15 +110,3 @@ class StreamedFiles:
             )
         )
         self._file = None
-
-
-def _check_outputs(outputs: Mapping[str, torch.Tensor], expected: Collection[str]) -> None:
-    missing = set(expected) - set(outputs)
-    surplus = set(outputs) - set(expected)
-    if missing or surplus:
-        problems = [f"did not return {NearestNames(outputs.keys()).described(missing)}"] if missing else []
-        problems += [f"returned {listed(surplus)}, which it has not declared"] if surplus else []
-        raise ValueError(
-            f"apply() of the mapper {' and '.join(problems)}, for the group that makes {listed(expected) or 'nothing'}. "
-            f"It must return exactly the outputs of the group in state_dependency_groups()."
-        )

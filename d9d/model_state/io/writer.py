@@ -18,6 +18,7 @@ from d9d.model_state.io.planning import without_garbage_collection
 from d9d.model_state.io.progress import progress_bar
 from d9d.model_state.io.streamed_files import StreamedFiles
 from d9d.model_state.mapper.base import ModelStateMapper, StateGroup, ordered_groups, runnable_groups
+from d9d.model_state.mapper.check import check_outputs
 from d9d.model_state.mapper.names import NearestNames
 
 __all__ = ["write_model_state_distributed", "write_model_state_local", "write_model_state_pipeline_parallel"]
@@ -168,7 +169,8 @@ def _write(
                 outputs = mapper.apply(inputs)
                 if is_writer and not export.has_failed:
                     with export.noting_errors():
-                        files.write(outputs, group.outputs)
+                        check_outputs(mapper, group, outputs)
+                        files.write(outputs)
                 del inputs, outputs
                 bar.update()
     except BaseException:

@@ -1,12 +1,13 @@
 """Finds what is wrong with a graph of mappers before it meets any tensor."""
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 
 from d9d.model_state.mapper.base import ModelStateMapper, StateGroup
 from d9d.model_state.mapper.names import NearestNames, capped, listed
+from d9d.model_state.problems import raise_problems
 
-__all__ = ["check_mapper", "collisions", "declared_groups", "raise_problems"]
+__all__ = ["check_mapper", "check_outputs", "collisions", "declared_groups"]
 
 _MAX_SHOWN = 3
 
@@ -36,7 +37,7 @@ def check_mapper(
         wanted = frozenset(targets)
         problems += _unknown("outputs that no target asks for", outputs - wanted, wanted)
         problems += _unknown("targets that nothing produces", wanted - outputs, outputs)
-    raise_problems("the state mapper", problems)
+    raise_problems("The state mapper", problems)
 
 
 def declared_groups(mapper: ModelStateMapper) -> frozenset[StateGroup]:
@@ -68,10 +69,13 @@ def collisions(groups: Iterable[StateGroup]) -> list[str]:
     return problems
 
 
-def raise_problems(what: str, problems: Sequence[str]) -> None:
-    """Raise one `ValueError` with all problems, if there are any."""
-    if problems:
-        raise ValueError("\n  - ".join([f"{what} is wrong:", *problems]))
+def check_outputs(mapper: ModelStateMapper, group: StateGroup, outputs: Collection[str]) -> None:
+    """Raise ValueError if a mapper has returned something else for a group than the outputs that it has declared."""
+    if frozenset(outputs) != group.outputs:
+        raise ValueError(
+            f"{type(mapper).__name__} returned {listed(outputs) or 'nothing'} for the group of "
+            f"{listed(group.inputs)}; it has declared {listed(group.outputs) or 'nothing'}."
+        )
 
 
 def _several(verb: str, groups: list[StateGroup], names_of: Callable[[StateGroup], frozenset[str]]) -> list[str]:

@@ -1,15 +1,17 @@
 """Mappers that combine others."""
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Generic, TypeVar, final
 
 import torch
 
 from d9d.model_state.mapper.base import ModelStateMapper, StateGroup, operation_name, ordered_groups
-from d9d.model_state.mapper.check import collisions, declared_groups, raise_problems
+from d9d.model_state.mapper.check import collisions, declared_groups
 from d9d.model_state.mapper.names import NearestNames, capped, listed
 from d9d.model_state.mapper.pieces import TensorPieces
 from d9d.model_state.mapper.stages import link_stages
+from d9d.model_state.problems import raise_problems
 
 __all__ = [
     "ModelStateMapperParallel",
@@ -35,7 +37,7 @@ class ModelStateMapperParallel(ModelStateMapper):
         """
         self._mappers = tuple(mappers)
         routes = [(group, mapper) for mapper in self._mappers for group in declared_groups(mapper)]
-        raise_problems("a Parallel of state mappers", collisions(group for group, _ in routes))
+        raise_problems("A Parallel of state mappers", collisions(group for group, _ in routes))
         self._optional = frozenset[str]().union(*(mapper.optional_inputs() for mapper in self._mappers))
         self._groups = frozenset(group for group, _ in routes)
         self._routes = _Routes(routes, self._optional)
@@ -364,7 +366,10 @@ def _inverses(mappers: Iterable[ModelStateMapper]) -> list[ModelStateMapper]:
         except NotImplementedError as error:
             reasons.append(str(error))
     if reasons:
-        raise NotImplementedError(capped(reasons, by_line=True))
+        # Layers have the same one.
+        counted = Counter(reasons)
+        shown = [reason if count == 1 else f"{reason} ({count} times)" for reason, count in counted.items()]
+        raise NotImplementedError(capped(shown, by_line=True))
     return inverses
 
 

@@ -12,8 +12,9 @@ from itertools import groupby
 from typing import TypeVar, final
 
 from d9d.model_state.mapper.base import ModelStateMapper, StateGroup, ordered_groups
-from d9d.model_state.mapper.check import collisions, declared_groups, raise_problems
+from d9d.model_state.mapper.check import collisions, declared_groups
 from d9d.model_state.mapper.names import NearestNames, listed
+from d9d.model_state.problems import raise_problems
 
 __all__ = ["LinkedGroup", "link_stages"]
 
@@ -102,7 +103,7 @@ def link_stages(mappers: Sequence[ModelStateMapper]) -> list[LinkedGroup]:
     links = _Links()
     for mapper in mappers:
         links.add_stage(mapper)
-    raise_problems("a Sequential of state mappers", links.problems)
+    raise_problems("A Sequential of state mappers", links.problems)
     return links.components()
 
 

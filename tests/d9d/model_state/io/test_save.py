@@ -521,15 +521,21 @@ def test_a_full_disk_on_one_rank(tmp_path: Path, in_background: bool):
     mesh = init_device_mesh("cpu", (2,))
     names = [f"t{n}" for n in range(6)]
     module = Holder({name: distribute_tensor(torch.ones(9000), mesh, [Shard(0)]) for name in names})
+
+    def save() -> None:
+        export = save_model_state(
+            tmp_path, identity(*names), module, 36000 / 1e9, show_progress=False, in_background=in_background
+        )
+        if export is not None:
+            export.wait()
+
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (8192 if rank == 1 else soft, hard))
     try:
         with pytest.raises(
             OSError, match=r"on rank 1 of 2: .*File too large: .*\.tmp-rank0-shard-\d-\w+\.safetensors'"
         ):
-            save_model_state(
-                tmp_path, identity(*names), module, 36000 / 1e9, show_progress=False, in_background=in_background
-            ).wait()
+            save()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     dist.barrier()

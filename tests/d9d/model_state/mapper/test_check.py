@@ -54,7 +54,7 @@ def test_what_fits_passes():
 
 def test_everything_that_is_wrong_comes_in_one_error():
     sources = ["model.q.weight", "model.key.weight", "model.v.weight", "embed.weight"]
-    with pytest.raises(ValueError, match="is wrong:") as raised:
+    with pytest.raises(ValueError, match="cannot be used") as raised:
         check_mapper(GRAPH, sources=sources, targets=["attn.kqv.weight", "embed.weight", "norm"])
     missing, unasked, without_producer = str(raised.value).splitlines()[1:]
     assert "there is no source: 'model.k.weight' (nearest: 'model.key.weight')" in missing
@@ -63,7 +63,7 @@ def test_everything_that_is_wrong_comes_in_one_error():
 
 
 def test_groups_that_collide_or_read_nothing():
-    with pytest.raises(ValueError, match="is wrong:") as raised:
+    with pytest.raises(ValueError, match="cannot be used") as raised:
         check_mapper(Declares(("a b", "x"), ("b c", "y"), ("d", "y"), ("", "z")))
     message = str(raised.value)
     assert "read by more than one group: 'b' ('a', 'b' -> 'x'; 'b', 'c' -> 'y')" in message

@@ -97,7 +97,7 @@ def test_parallel_may_exchange_names():
 
 
 def test_parallel_names_all_collisions_at_once():
-    with pytest.raises(ValueError, match="is wrong:") as raised:
+    with pytest.raises(ValueError, match="cannot be used") as raised:
         Parallel([Rename("a", "x"), Rename("a", "y"), Rename("b", "z"), Rename("c", "z"), Rename("d", "d")])
     message = str(raised.value)
     assert "read by more than one group: 'a' ('a' -> 'x'; 'a' -> 'y')" in message
@@ -199,7 +199,7 @@ def test_a_chain_over_many_stages_is_one_group():
 
 
 def test_sequential_names_all_problems_at_once():
-    with pytest.raises(ValueError, match="is wrong:") as raised:
+    with pytest.raises(ValueError, match="cannot be used") as raised:
         Sequential(
             [
                 Parallel([Rename("w.weight", "x.weight"), Rename("v", "u")]),
@@ -371,6 +371,15 @@ def test_reasons_are_bounded():
     with pytest.raises(NotImplementedError) as raised:
         mapper.inverse()
     assert str(raised.value).splitlines()[-1] == "and 90 more"
+
+
+def test_a_reason_that_all_layers_have_is_given_once():
+    layer = Parallel([ModelStateMapperSqueeze("a"), ModelStateMapperSlice("b", "c", 0, 0, 1)])
+    layers = Parallel([ModelStateMapperPrefixScope(layer, f"{index}.", f"{index}.") for index in range(32)])
+    with pytest.raises(NotImplementedError) as raised:
+        layers.inverse()
+    assert str(raised.value).count("Squeeze of 'a'") == 1
+    assert str(raised.value).endswith("(32 times)")
 
 
 def test_what_was_dropped_is_not_made_again():
