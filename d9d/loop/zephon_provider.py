@@ -202,10 +202,10 @@ def _identity_of(pipeline: "Pipeline", job: DistributedContext) -> dict[str, str
     if job.rank == 0:
         try:
             found = [pipeline_identity(pipeline)]
-        except OSError as error:
+        except Exception as error:  # noqa: BLE001  # raised below, on all ranks
             found = [error]
     if job.is_distributed:
         dist.broadcast_object_list(found, src=0)
-    if isinstance(found[0], OSError):
+    if isinstance(found[0], Exception):
         raise RuntimeError(f"rank 0 could not read the data of the Zephon pipeline: {found[0]!r}") from found[0]
     return found[0]

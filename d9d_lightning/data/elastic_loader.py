@@ -98,6 +98,30 @@ class ElasticLoader:
             )
         return dataclasses.replace(self._plan, microbatch_size=size // num_ranks, num_lanes=num_ranks)
 
+    def _agree_on_dataset(self, trainer: Trainer | None, num_samples: int) -> str:
+        """Return the fingerprint as rank 0 sees it, and refuse datasets of other sizes on other ranks."""
+        fingerprint, failure = self._fingerprint or "", ""
+        if self._fingerprint is None and (trainer is None or trainer.is_global_zero):
+            try:
+                # Where loader processes read the samples, they are not opened here, see `dataset_fingerprint`.
+                has_workers = self._loading is not None and self._loading.num_workers > 0
+                fingerprint = dataset_fingerprint(self._dataset, in_process_of_its_own=has_workers)
+            except Exception as error:
+                if trainer is None:
+                    raise
+                failure = f"{type(error).__name__}: {error}"
+        if trainer is None:
+            return fingerprint
+        fingerprint, of_first, failure = trainer.strategy.broadcast((fingerprint, num_samples, failure))
+        if failure:
+            raise RuntimeError(f"rank 0 could not take the fingerprint of the dataset: {failure}")
+        if trainer.strategy.reduce_boolean_decision(num_samples != of_first, all=False):
+            raise ValueError(
+                f"ranks have datasets of different lengths: {num_samples} samples here and {of_first} on rank 0. Give all ranks "
+                f"the same one; the loader gives each rank its share."
+            )
+        return fingerprint
+
     def join(self, trainer: Trainer | None, num_ranks: int, rank: int) -> None:
         """Load for a rank of a job from now on, from the position that the Trainer has. All ranks must call it.
 
@@ -117,10 +141,7 @@ class ElasticLoader:
                 "the Trainer an ordinary DataLoader for that."
             )
         plan = self._plan_for(num_ranks)
-        if self._fingerprint is None:
-            is_first = trainer is None or trainer.is_global_zero
-            fingerprint = dataset_fingerprint(self._dataset) if is_first else ""
-            self._fingerprint = fingerprint if trainer is None else trainer.strategy.broadcast(fingerprint)
+        self._fingerprint = self._agree_on_dataset(trainer, plan.num_samples)
         self._trainer = trainer
         self._iterator = None
         self._per_step = plan.num_microbatches(0, num_ranks)
@@ -281,8 +302,11 @@ def elastic_dataloader(
         ValueError: The sizes do not fit together; names all problems.
         TypeError: The dataset has no length.
     """
-    if Tail(tail) is Tail.pad:
-        raise ValueError("tail 'pad' repeats samples, which training must not count: use 'drop' or 'wrap'.")
+    if Tail(tail) not in (Tail.drop, Tail.wrap):
+        raise ValueError(
+            f"tail {Tail(tail).value!r} gives steps of other sizes or samples twice, which Lightning's loop would count as whole "
+            f"batches: use 'drop' or 'wrap'."
+        )
     plan = DataPlan(
         num_samples=dataset_length(dataset),
         schedule=BatchSchedule(ramp=(RampPoint(0, global_batch_size),), skips=tuple(skip_steps)),

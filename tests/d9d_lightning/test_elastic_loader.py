@@ -346,8 +346,9 @@ def test_numbers_of_ranks_that_cannot_share_a_step(batch_size, message):
 
 
 def test_malformed_loaders():
-    with pytest.raises(ValueError, match="'pad' repeats samples"):
-        elastic_dataloader(Numbered(), global_batch_size=G, tail="pad")
+    for tail in ("pad", "short"):
+        with pytest.raises(ValueError, match=f"tail '{tail}' gives steps of other sizes"):
+            elastic_dataloader(Numbered(), global_batch_size=G, tail=tail)
     with pytest.raises(ValueError, match=r"global_batch_size \(8\) is not a multiple of microbatch_size \(3\)"):
         elastic_dataloader(Numbered(), global_batch_size=G, batch_size=3)
     with pytest.raises(ValueError, match="fewer than one global batch"):

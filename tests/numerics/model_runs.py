@@ -25,7 +25,7 @@ from d9d.module.block.head import SequenceCausalLMHeadShared
 from d9d.module.block.moe import MoELayer, RouterLossParameters
 from d9d.module.model import DecoderForCausalLM
 from d9d.module.model.io import SequenceHeadShared, SequenceInput, SequenceShared
-from d9d.module.parallelism.api import SequenceSharding, parallelize_context
+from d9d.module.parallelism.api import SequenceSharding
 from d9d.module.parallelism.model import parallelize_decoder
 from d9d.pipelining.api import PipelineStageInfo
 from d9d.pipelining.factory import AnyPipelineScheduleConfig
@@ -87,11 +87,15 @@ class Provider(ModelProvider[DecoderForCausalLM[Any]]):
         dist_context, model = context.dist_context, context.model
         contexts = dist_context.mesh_for(BATCH_DOMAIN)["cp"]
         if contexts.size() > 1:
-            for layer in model.backbone.layers.values():
-                parallelize_context(layer, contexts, method=self._layout.context_method)
             for layer in moe_layers(model):
                 layer.use_router_losses(ROUTER_LOSSES, contexts.get_group())
-        parallelize_decoder(dist_context, model, context.stage, sequence_parallel=self._layout.sequence_parallel)
+        parallelize_decoder(
+            dist_context,
+            model,
+            context.stage,
+            sequence_parallel=self._layout.sequence_parallel,
+            context_method=self._layout.context_method,
+        )
 
 
 def build_stage(name: str, dtype: torch.dtype, stage: PipelineStageInfo) -> DecoderForCausalLM[Any]:

@@ -43,11 +43,11 @@ def dataset_fingerprint(dataset: MapDataset, *, in_process_of_its_own: bool = Fa
             later. Many open their files at the first sample, and processes that are forked after that share the position
             in these files.
     """
-    if isinstance(dataset, FingerprintedDataset):
-        return dataset.fingerprint()
     if in_process_of_its_own:
         (fingerprint,) = DataLoader(_FingerprintItem(dataset), batch_size=None, num_workers=1)
         return fingerprint
+    if isinstance(dataset, FingerprintedDataset):
+        return dataset.fingerprint()  # one of several sources loads samples, too
     num_samples = len(dataset)
     digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
     with KeptGenerators():

@@ -14,7 +14,8 @@ from d9d.dataset.lanes.state import LaneState, check_resume
 
 __all__ = ["ElasticLaneStream"]
 
-_LANES_KEY = "lanes"
+LANES_KEY = "lanes"
+"""Key of the states of lanes in the state of a stream: one for each lane of a rank, by its number."""
 
 
 class ElasticLaneStream(MicrobatchPackStream):
@@ -113,7 +114,7 @@ class ElasticLaneStream(MicrobatchPackStream):
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last pack, and the state of each lane of this rank as JSON text."""
         state: dict[str, Any] = LaneState.of(self._plan, self._num_steps, self._fingerprint).to_dict()
-        state[_LANES_KEY] = self._lane_states()
+        state[LANES_KEY] = self._lane_states()
         return state
 
     def _lane_states(self) -> dict[str, str]:
@@ -132,7 +133,7 @@ class ElasticLaneStream(MicrobatchPackStream):
         saved = LaneState.from_dict(state_dict)
         own = LaneState.of(self._configured_plan, 0, self._fingerprint)
         check_resume(saved, own, lanes_hold_state=True)
-        states: dict[str, str] = state_dict[_LANES_KEY]
+        states: dict[str, str] = state_dict[LANES_KEY]
         missing = [lane for lane in self._lanes if str(lane) not in states]
         if missing:
             raise ValueError(

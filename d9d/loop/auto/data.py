@@ -164,6 +164,10 @@ def build_data_plan(config: AutoDataConfig, num_samples: int) -> DataPlan:
         ValueError: They do not fit together; names all problems.
     """
     tail = config.tail or (Tail.drop if config.drop_last else Tail.short)
+    if 1 in config.global_batch_ramp:
+        raise ValueError(
+            "global_batch_ramp begins at a later step than 1: the size of the first steps is global_batch_size."
+        )
     ramp = {1: config.global_batch_size, **config.global_batch_ramp}
     return DataPlan(
         num_samples=num_samples,
@@ -232,8 +236,9 @@ class AutoDataProvider(DataProvider):
         problems = self.mesh_problems(dist_context.mesh_params)
         if problems:
             raise ValueError(" ".join(problems))
-        dataset = self._dataset_factory(dist_context)
-        plan = build_data_plan(config, dataset_length(dataset))
+        with failing_together(dist_context):
+            dataset = self._dataset_factory(dist_context)
+            plan = build_data_plan(config, dataset_length(dataset))
         seeds_generators = config.seeds_generators
         stream = ElasticMapStream(
             dataset,  # pyright: ignore[reportArgumentType]  # has a length: `dataset_length` has asked for it

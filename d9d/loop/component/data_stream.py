@@ -10,6 +10,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from d9d.core.dist_context import DistributedContext
 from d9d.core.protocol import MicrobatchPackStream
 from d9d.core.types import MicrobatchPack
+from d9d.dataset.lanes.lane_pack_stream import LANES_KEY
 from d9d.dataset.pack_stream import has_rank_invariant_state, needs_main_thread, state_is_collective
 from d9d.loop.component.pack_prefetch import PackPrefetcher, copy_pack
 
@@ -22,6 +23,7 @@ __all__ = [
 ]
 
 _INVARIANT_KEY = "all_ranks"
+_LANE_PREFIX = "lane_"
 
 
 class DataParallelMicrobatchPackStream(MicrobatchPackStream):
@@ -78,8 +80,16 @@ class DataParallelMicrobatchPackStream(MicrobatchPackStream):
         raise ValueError(f"the checkpoint has no data position {self._key!r}, only {sorted(keys)}: {why}.")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position of the inner stream under the key of this rank."""
-        return {self._key: self._inner.state_dict()}
+        """Return the position of the inner stream under the key of this rank, and states of lanes under keys of their own.
+
+        Lanes are dealt out anew to another number of ranks, so a checkpoint must hold each of them, whoever has it.
+        """
+        position = self._inner.state_dict()
+        if not self.has_rank_invariant_state or LANES_KEY not in position:
+            return {self._key: position}
+        lanes: dict[str, Any] = position[LANES_KEY]
+        of_all = {name: value for name, value in position.items() if name != LANES_KEY}
+        return {self._key: of_all, **{f"{_LANE_PREFIX}{lane}": state for lane, state in lanes.items()}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Move the inner stream to the position that was saved under the key of this rank.
@@ -88,7 +98,11 @@ class DataParallelMicrobatchPackStream(MicrobatchPackStream):
             ValueError: There is none, since the run had another number of data-parallel ranks.
         """
         self.refuse_other_ranks(state_dict)
-        self._inner.load_state_dict(state_dict[self._key])
+        position = state_dict[self._key]
+        lanes = {
+            key.removeprefix(_LANE_PREFIX): state for key, state in state_dict.items() if key.startswith(_LANE_PREFIX)
+        }
+        self._inner.load_state_dict({**position, LANES_KEY: lanes} if lanes else position)
 
 
 class DevicePackStream(abc.ABC, Stateful):

@@ -25,6 +25,8 @@ from d9d.core.types import MicrobatchPack
 __all__ = ["PackPrefetcher", "copy_pack"]
 
 _THREAD_NAME = "d9d-pack-prefetch"
+_LIMIT_AFTER_FAILURE_S = 5.0
+"""Time that a loader has to end when the job fails."""
 
 
 def copy_pack(pack: MicrobatchPack[Any], device: torch.device) -> MicrobatchPack[Any]:
@@ -77,7 +79,8 @@ class PackPrefetcher:
     ) -> None:
         self._is_stopped.set()
         self._free_slots.release()
-        self._thread.join()
+        # A loader that hangs must not hide the error that ends the job.
+        self._thread.join(None if exc is None else _LIMIT_AFTER_FAILURE_S)
 
     def __iter__(self) -> Iterator[tuple[MicrobatchPack[Any], dict[str, Any]]]:
         while True:

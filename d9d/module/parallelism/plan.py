@@ -91,6 +91,33 @@ class ResolvedPlan:
     units: tuple[nn.Module, ...]
     """The FSDP units of the default: the blocks that the module repeats, or else submodules of some size."""
 
+    def of_stage(self, stage: nn.Module) -> "ResolvedPlan":
+        """Return the plan for a stage that was built by itself, whose layers have the names they have in the whole module.
+
+        Raises:
+            ValueError: If the plan names layers and the stage has none of these names: nothing would be distributed.
+        """
+        layers = dict(stage.named_modules())
+        names = {*self.splits, *(self.placements or {})}
+        if names and not names & layers.keys():
+            raise ValueError(
+                f"parallelize: the stage has none of the {len(names)} layers that the plan names, such as {min(names)!r}. Its "
+                f"layers must have the names of the whole model; its own begin with {', '.join(list(layers)[1:4])}."
+            )
+
+        def there(choices: Mapping[str, Choice]) -> dict[str, Choice]:
+            return {
+                name: dataclasses.replace(choice, module=layers[name])
+                for name, choice in choices.items()
+                if name in layers
+            }
+
+        return ResolvedPlan(
+            splits=there(self.splits),
+            placements=None if self.placements is None else there(self.placements),
+            units=tuple(repeated_blocks(stage)) if self.units else (),
+        )
+
     @property
     def is_sequence_parallel(self) -> bool:
         """Whether tensor-parallel ranks have parts of the tokens between blocks. See [Note: words for blocks]."""

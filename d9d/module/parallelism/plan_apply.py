@@ -35,15 +35,15 @@ def parallelize_by_plan(
         module: On the meta device, or with values that are equal on all ranks.
         context: Ranks of the job; on one rank nothing changes.
         plan: What goes where: patterns, or the default. See `ParallelPlan.read`.
-        resolved: What `resolve_plan` has found in the whole model, for a stage that has only some of the layers. None: what
-            it finds in this one.
+        resolved: What `resolve_plan` has found in the whole model (on the meta device, say), for a stage that has only some
+            of the layers, by their names in the whole model. None: what it finds in this one.
 
     Raises:
         ValueError: With all that is wrong with the plan.
     """
     if not context.is_distributed:
         return
-    resolved = resolved or resolve_plan(module, plan, context.mesh_params)
+    resolved = resolve_plan(module, plan, context.mesh_params) if resolved is None else resolved.of_stage(module)
     split_by_plan(module, resolved, context)
     shard_by_plan(module, context, plan, resolved)
     # Where nothing is sharded, split layers still have to record that they are replicated.

@@ -170,6 +170,7 @@ def parallelize_tensor_embedding(
             calls with a number of tokens that the ranks do not divide raise a ValueError.
     """
     tables = list(module.token_embedding.values())
+    _refuse_foreign_ids(module, sum(table.num_embeddings for table in tables if isinstance(table, nn.Embedding)))
     # Vectors of several vocabularies are chosen by all ids, so they are cut afterwards.
     is_cut_at_once = sequence_parallel and len(tables) == 1
     for table in tables:
@@ -179,6 +180,22 @@ def parallelize_tensor_embedding(
         _refuse_uneven_tokens(module, mesh)
         if not is_cut_at_once:
             _cut_output(module, mesh)
+
+
+def _refuse_foreign_ids(module: SplitTokenEmbeddings, num_embeddings: int) -> None:
+    """Check ids before each rank masks those of the others: one that no rank has would silently become zeros."""
+
+    def check(_: nn.Module, args: tuple[torch.Tensor, ...], kwargs: dict[str, torch.Tensor]) -> None:
+        ids = args[0] if args else kwargs["input_ids"]
+        is_known = ((ids >= 0) & (ids < num_embeddings)).all()
+        if ids.device.type != "cpu":
+            torch._assert_async(is_known)  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage]  # does not wait for the device
+        elif not is_known:
+            raise IndexError(
+                f"ids from {ids.min()} to {ids.max()}, but the vocabularies have {num_embeddings} tokens together."
+            )
+
+    module.register_forward_pre_hook(check, with_kwargs=True)
 
 
 def parallelize_tensor_head(

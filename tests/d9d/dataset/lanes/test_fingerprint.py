@@ -1,6 +1,7 @@
 """Fingerprints: the same for the same samples, others otherwise."""
 
 import dataclasses
+import os
 import random
 import subprocess
 import sys
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from d9d.dataset.lanes import dataset_fingerprint
+from d9d.dataset.lanes import MixtureDataset, dataset_fingerprint
 from d9d.dataset.lanes.fingerprint import _probes
 
 
@@ -157,3 +158,24 @@ def test_another_process_finds_the_same():
         check=True,
     )
     assert ran.stdout.strip() == dataset_fingerprint(samples)
+
+
+class OpensInProcess:
+    """Notes the process in which a sample is loaded."""
+
+    def __init__(self) -> None:
+        self.opened_in: int | None = None
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> int:
+        self.opened_in = os.getpid()
+        return index
+
+
+def test_sources_of_a_mixture_are_not_opened_here():
+    """Loader processes that are forked afterwards would share what is open."""
+    source = OpensInProcess()
+    dataset_fingerprint(MixtureDataset([source, source], [1, 1], num_samples=4), in_process_of_its_own=True)
+    assert source.opened_in is None

@@ -65,6 +65,30 @@ def check(name: str, patterns: Any, **degrees: int) -> nn.Module:
     return split
 
 
+@pytest.mark.world_size(2)
+def test_a_stage_that_was_built_by_itself_is_distributed_by_names():
+    params = DeviceMeshParameters(tensor_parallel=2)
+    context, plan = params.build(), plan_of({**BLOCKS, **FFN, **NORMS})
+    whole, stage, direct = (causal_lm(DENSE, False) for _ in range(3))
+    resolved = resolve_plan(whole, plan, params)
+    parallelize_by_plan(stage, context, plan, resolved=resolved)
+    parallelize_by_plan(direct, context, plan)
+    expected = {key: each.placements for key, each in read_layouts(direct).items()}
+    assert {key: each.placements for key, each in read_layouts(stage).items()} == expected
+    assert any("Shard" in repr(placements) or "dim" in repr(placements) for placements in expected.values())
+    with pytest.raises(ValueError, match=r"the stage has none of the .* layers that the plan names"):
+        parallelize_by_plan(nn.Sequential(nn.Linear(2, 2)), context, plan, resolved=resolved)
+
+
+@pytest.mark.world_size(2)
+def test_ids_that_no_rank_has_are_refused():
+    context = DeviceMeshParameters(tensor_parallel=2).build()
+    split = causal_lm(DENSE, False)
+    parallelize_by_plan(split, context, plan_of({**BLOCKS, **FFN, **NORMS}))
+    with pytest.raises(IndexError, match="the vocabularies have"):
+        losses_of(split, tokens(seed=0) + 10_000)
+
+
 @pytest.mark.world_size(2, timeout_s=180.0)
 @pytest.mark.parametrize(
     ("name", "patterns", "degrees"),
