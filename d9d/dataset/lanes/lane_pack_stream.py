@@ -14,7 +14,7 @@ from d9d.dataset.lanes.state import LaneState, check_resume
 
 __all__ = ["ElasticLaneStream"]
 
-LANES_KEY = "lanes"
+LANES_KEY = "lane_states"
 """Key of the states of lanes in the state of a stream: one for each lane of a rank, by its number."""
 
 

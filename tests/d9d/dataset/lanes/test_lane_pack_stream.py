@@ -77,8 +77,8 @@ def ranks(kind: str, built: DataPlan, dp_size: int) -> list[ElasticLaneStream]:
 def gathered(streams: list[ElasticLaneStream]) -> dict:
     """What a checkpoint holds: the keys of all ranks."""
     states = [packs.state_dict() for packs in streams]
-    lanes = {key: value for state in states for key, value in state["lanes"].items()}
-    return json.loads(json.dumps({**states[0], "lanes": lanes}))
+    lanes = {key: value for state in states for key, value in state["lane_states"].items()}
+    return json.loads(json.dumps({**states[0], "lane_states": lanes}))
 
 
 def test_a_stream_says_what_the_loop_asks():
