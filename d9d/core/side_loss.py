@@ -25,8 +25,13 @@ class LossScale:
     def __init__(self) -> None:
         """Know of no backward pass."""
         self._value: torch.Tensor | float | None = None
-        self.is_awaited = False
+        self.num_attached = 0
+        """How many losses models of this process have attached."""
+
+    @property
+    def is_awaited(self) -> bool:
         """Whether a model of this process has attached a loss yet."""
+        return self.num_attached > 0
 
     def set(self, value: torch.Tensor | float | None) -> None:
         """Take note of the scale; None where it is not known."""
@@ -74,7 +79,7 @@ def attach_side_loss(output: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
     """
     if not (torch.is_grad_enabled() and loss.requires_grad):
         return output
-    LOSS_SCALE.is_awaited = True
+    LOSS_SCALE.num_attached += 1
     return cast(torch.Tensor, _attach(output, loss))
 
 

@@ -25,6 +25,7 @@ from d9d.core.types import PyTree
 from d9d.internals.broadcast import broadcast_packed
 from d9d.internals.determinism import seeded
 from d9d.internals.fsdp_accumulation import FsdpAccumulation
+from d9d_lightning.collectives import decide_together
 from d9d_lightning.gradients.loss_weights import LossWeights, merge_training_outputs
 from d9d_lightning.logs.exchange import LogExchange
 from d9d_lightning.logs.replay import LogRecorder, replay
@@ -99,6 +100,8 @@ class PipelineSteps:
         for stage in pipeline.stages:
             FsdpAccumulation([stage]).start_pack(2)
         self._gradients: PipelineGradients | None = None
+        self._are_side_losses_unknown = True
+        self._num_attached_before = 0
         self._scale = torch.ones(())
         self._handles: list[RemovableHandle] = []
         if pipeline.has_first_stage:
@@ -132,6 +135,7 @@ class PipelineSteps:
             raise RuntimeError("the gradients of the stages are not set up: start_training() comes first")
         module, precision = self._module, self._trainer.precision_plugin
         progress = (self._trainer.current_epoch, self._trainer.global_step)
+        self._num_attached_before = LOSS_SCALE.num_attached
         by_batch = [
             self._runs("training_step", arguments, *progress, position) for position, arguments in enumerate(window)
         ]
@@ -176,14 +180,21 @@ class PipelineSteps:
         loss, *weights = self._replay(values)
         own_weight = weights[0] if weights else None
         LOSS_SCALE.set(None)
-        if own_weight is not None and LOSS_SCALE.is_awaited:
+        if own_weight is not None and self._are_side_losses_unknown:
+            self._are_side_losses_unknown = False
+            self._refuse_side_losses()
+        inverse = self._loss_weights.inverse_total(own_weight)
+        gradients.finish(self._scale if inverse is None else inverse.to(self._scale.dtype))
+        return loss if own_weight is None else torch.where(own_weight == 0, 0.0, loss / own_weight)
+
+    def _refuse_side_losses(self) -> None:
+        """Refuse losses of layers beside a weight, on all ranks: not every stage has such layers."""
+        has_attached = LOSS_SCALE.num_attached > self._num_attached_before
+        if decide_together(has_attached, self._pipeline.device, of_all=False):
             raise RuntimeError(
                 "training_step returned a loss_weight, and layers of this pipeline add losses of their own, such as those "
                 "of routers: only the last stage sees the weight. Return the loss alone."
             )
-        inverse = self._loss_weights.inverse_total(own_weight)
-        gradients.finish(self._scale if inverse is None else inverse.to(self._scale.dtype))
-        return loss if own_weight is None else torch.where(own_weight == 0, 0.0, loss / own_weight)
 
     def evaluate(self, name: str, arguments: StepArguments) -> PyTree[Any]:
         """Run a batch of validation, test or prediction.

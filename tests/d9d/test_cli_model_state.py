@@ -172,7 +172,11 @@ def run_module(*words: str) -> list[str]:
     return [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{RUN}", *words]
 
 
-RUN = "sys.argv[0] = 'd9d'\nimport runpy\nrunpy.run_module('d9d', run_name='__main__', alter_sys=True)"
+# A suite that runs in the background of a script ignores interrupts, and so would its children.
+RUN = """import runpy, signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.argv[0] = 'd9d'
+runpy.run_module('d9d', run_name='__main__', alter_sys=True)"""
 
 
 @pytest.mark.timeout_s(120)
