@@ -312,6 +312,7 @@ class D9DStrategy(ParallelStrategy):
             num_microbatches=self._options.num_microbatches,
             num_replicas=self.mesh.data_parallel,
             replica=self._dp_rank,
+            own_backward=D9DStrategy.backward,
         )
         if is_fitting:
             set_up_together(partial(self.setup_optimizers, trainer), self._cut)
@@ -319,10 +320,7 @@ class D9DStrategy(ParallelStrategy):
         self.setup_precision_plugin()
         if is_fitting:
             _optimizers_to_device(self.optimizers, self.root_device)
-            size_mb, stays_gathered = self._options.bucket_size_mb, self._options.plan.stays_gathered
-            self._run.start_training(
-                self.optimizers, self._lightning_optimizers, bucket_size_mb=size_mb, stays_gathered=stays_gathered
-            )
+            self._run.start_training(self.optimizers, self._lightning_optimizers, self._options)
 
     @property
     def _running(self) -> TrainerRun:

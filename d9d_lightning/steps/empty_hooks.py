@@ -59,17 +59,23 @@ def has_empty_hooks(module: LightningModule, plugin: Precision) -> bool:
     )
 
 
-def calls_torch_only(module: LightningModule, plugin: Precision) -> bool:
+def calls_torch_only(strategy: Strategy, own_backward: object) -> bool:
     """Return whether nobody sees the loss of a backward pass but torch, which may start with any gradient.
 
     No communication.
 
     Args:
-        module: The module that is trained.
-        plugin: Lightning's or the user's.
+        strategy: With its precision plugin and its module, which is trained.
+        own_backward: Its method, unless somebody has replaced that.
     """
-    own = _function(module.backward), _function(plugin.backward)
-    return own == (_BACKWARD_MODULE, _BACKWARD_PLUGIN) and has_empty_hooks(module, plugin)
+    module, plugin = strategy.lightning_module, strategy.precision_plugin
+    return (
+        module is not None
+        and _function(strategy.backward) is own_backward
+        and _function(module.backward) is _BACKWARD_MODULE
+        and _function(plugin.backward) is _BACKWARD_PLUGIN
+        and has_empty_hooks(module, plugin)
+    )
 
 
 def _has_empty_hooks(callback: Callback) -> bool:

@@ -138,6 +138,23 @@ class _PackClosure(Closure):
         return self._step_fn()
 
 
+class _Starts:
+    """What the backward passes of a batch start with: mostly the same for all, and made once."""
+
+    def __init__(self) -> None:
+        self._factor = 0.0
+        self._gradient: torch.Tensor | None = None
+
+    def gradient(self, loss: torch.Tensor, factor: float) -> torch.Tensor:
+        """Return the gradient for a loss that counts for a factor."""
+        known = self._gradient
+        # A hook of the user's may have changed it in place.
+        if known is None or factor != self._factor or known._version or known.shape != loss.shape:
+            self._factor = factor
+            known = self._gradient = torch.full_like(loss, factor)
+        return known
+
+
 class PackOptimization(_AutomaticOptimization):
     """Takes the place of Lightning's automatic optimization. See [Note: three feeders]."""
 
@@ -153,6 +170,8 @@ class PackOptimization(_AutomaticOptimization):
         block_sums: Callable[[], contextlib.AbstractContextManager[None]],
         correct_gradients: Callable[[float | torch.Tensor], contextlib.AbstractContextManager[None]],
         apply_correction: Callable[[], None],
+        around_backward: Callable[[torch.Tensor], contextlib.AbstractContextManager[None]],
+        own_backward: object,
     ) -> None:
         """Go on with the counters of the loop that is there.
 
@@ -166,6 +185,8 @@ class PackOptimization(_AutomaticOptimization):
             block_sums: Lets backward passes inside only accumulate.
             correct_gradients: Lets backward passes inside multiply the gradients by a factor when they have summed them.
             apply_correction: Multiplies them within, where no backward pass does it.
+            around_backward: Lets the backward pass inside, of a loss, leave the gradients as hooks expect them.
+            own_backward: `D9DStrategy.backward`, unless a class has its own.
         """
         super().__init__(trainer)
         replaced = trainer.fit_loop.epoch_loop.automatic_optimization
@@ -179,6 +200,8 @@ class PackOptimization(_AutomaticOptimization):
         self._block_sums = block_sums
         self._correct_gradients = correct_gradients
         self._apply_correction = apply_correction
+        self._around_backward = around_backward
+        self._own_backward = own_backward
         self._recorder = LogRecorder(module)
         self._waiting: list[StepArguments] = []
         self._has_warned = False
@@ -220,6 +243,7 @@ class PackOptimization(_AutomaticOptimization):
         others = tuple(value for name, value in kwargs.items() if name != "batch")
         num_batches = window_size(self.trainer)
         outputs: list[PyTree[Any]] = []
+        starts = _Starts()
         # Once for all microbatches: setting an attribute of a module takes as long as a small layer.
         with _in_hook(self._module, "training_step"):
             for part, weight in zip(parts, weights, strict=True):
@@ -231,7 +255,7 @@ class PackOptimization(_AutomaticOptimization):
                     zero()
                 if output is not None:
                     is_last = len(outputs) == len(parts) - 1
-                    self._run_weighted_backward(output, weight / num_batches, optimizer, is_last=is_last)
+                    self._run_weighted_backward(output, weight / num_batches, optimizer, starts, is_last=is_last)
                     # Lets go of its graph before the next forward pass.
                     output = _detached(output)
                 outputs.append(output)
@@ -241,14 +265,17 @@ class PackOptimization(_AutomaticOptimization):
             return ClosureResult(None)
         return _result_of(merge_training_outputs(outputs, weights), num_batches)
 
-    def _run_weighted_backward(self, output: PyTree[Any], share: float, optimizer: Optimizer, *, is_last: bool) -> None:
+    def _run_weighted_backward(
+        self, output: PyTree[Any], share: float, optimizer: Optimizer, starts: "_Starts", *, is_last: bool
+    ) -> None:
         """Run the backward pass of a microbatch, which counts for a share of its window."""
         loss = _loss_of(output)
         with _NOTHING if is_last else self._block_sums():
             factor = self._loss_weights.factor(output, share)
-            if factor and calls_torch_only(self._module, self.trainer.precision_plugin):
-                # Where nobody sees the loss: it takes two kernels more to scale it.
-                self._run_backward(loss, optimizer, is_last=is_last, gradient=torch.full_like(loss, factor))
+            if factor and calls_torch_only(self.trainer.strategy, self._own_backward):
+                # What the strategy does where nobody looks at the loss. It takes two kernels more to scale that.
+                with self._correcting(is_last=is_last), self._around_backward(loss):
+                    loss.backward(starts.gradient(loss, factor))
             else:
                 self._run_backward(scaled(loss, factor), optimizer, is_last=is_last)
 
@@ -275,20 +302,15 @@ class PackOptimization(_AutomaticOptimization):
             return None
         return partial(self._run_backward, optimizer=optimizer, is_last=True)
 
-    def _run_backward(self, loss: torch.Tensor, optimizer: Optimizer, *, is_last: bool, **start: torch.Tensor) -> None:
-        """Run a backward pass; the last one of a window leaves the gradients of the mean over all of it.
+    def _run_backward(self, loss: torch.Tensor, optimizer: Optimizer, *, is_last: bool) -> None:
+        """Run a backward pass; the last one of a window leaves the gradients of the mean over all of it."""
+        with self._correcting(is_last=is_last), self._profiled("backward"):
+            self.trainer.strategy.backward(loss, optimizer)
 
-        Args:
-            loss: Where it starts.
-            optimizer: The optimizer.
-            is_last: Whether it is the last one of its batch.
-            **start: The gradient it starts with, for `torch.Tensor.backward`.
-        """
+    def _correcting(self, *, is_last: bool) -> contextlib.AbstractContextManager[None]:
+        """Let the last backward pass of the last batch of a window multiply its gradients by what they need."""
         completes_step = is_last and not self.trainer.fit_loop._should_accumulate()
-        correcting = self._correct_gradients(self._correction()) if completes_step else _NOTHING
-        strategy = self.trainer.strategy
-        with correcting, self._profiled("backward"):
-            strategy.backward(loss, optimizer, **start)
+        return self._correct_gradients(self._correction()) if completes_step else _NOTHING
 
     def _skip_batch(self) -> None:
         """Finish the gradients of a window whose last batch has no backward pass.

@@ -25,6 +25,7 @@ from d9d_lightning.gradients.loss_weights import LossWeights
 from d9d_lightning.jobs.batch_agreement import BatchAgreement
 from d9d_lightning.jobs.signals import AgreedSignals
 from d9d_lightning.metrics.install import install_metric_sync
+from d9d_lightning.options.strategy_options import StrategyOptions
 from d9d_lightning.pipeline.cut import pipeline_of
 from d9d_lightning.pipeline.gradients import PipelineGradients
 from d9d_lightning.pipeline.step import PipelineSteps, StepArguments
@@ -55,6 +56,7 @@ class TrainerRun:
         num_microbatches: int,
         num_replicas: int,
         replica: int,
+        own_backward: object,
     ) -> None:
         """Let steps be packs. See [Note: three feeders]. All ranks must call it.
 
@@ -66,6 +68,7 @@ class TrainerRun:
             num_microbatches: Parts that each batch is cut into.
             num_replicas: Number of data-parallel ranks.
             replica: Index of this rank among them.
+            own_backward: `D9DStrategy.backward`, which a subclass may have replaced.
         """
         self._trainer = trainer
         self._module = module
@@ -108,6 +111,8 @@ class TrainerRun:
             block_sums=self.block_sums,
             correct_gradients=self._correcting_gradients,
             apply_correction=self._correct_gradients,
+            around_backward=self.around_backward,
+            own_backward=own_backward,
         )
         # Last: what fails above leaves the Trainer as it was.
         if context is not None:
@@ -119,17 +124,14 @@ class TrainerRun:
         self,
         optimizers: Sequence[Optimizer],
         lightning_optimizers: Sequence[LightningOptimizer],
-        *,
-        bucket_size_mb: int,
-        stays_gathered: bool,
+        options: StrategyOptions,
     ) -> None:
         """Take over gradients and buffers, on several ranks.
 
         Args:
             optimizers: Of the module, with their states on the device.
             lightning_optimizers: Lightning's wrappers around them.
-            bucket_size_mb: Size of a bucket of gradients in MiB.
-            stays_gathered: Whether FSDP units stay gathered between the batches that accumulate.
+            options: Of the strategy.
         """
         if self._context is None:
             return
@@ -146,7 +148,7 @@ class TrainerRun:
                 pipeline.outside(module),
                 data_groups=data_groups,
                 pipeline_group=pipeline.group,
-                bucket_size_mb=bucket_size_mb,
+                bucket_size_mb=options.bucket_size_mb,
             )
             self._pipeline_steps.start_training(gradients, self._num_replicas)
             return
@@ -156,11 +158,11 @@ class TrainerRun:
             module,
             optimizers,
             data_groups=data_groups,
-            bucket_size_mb=bucket_size_mb,
+            bucket_size_mb=options.bucket_size_mb,
             device=self._device,
-            stays_gathered=stays_gathered,
+            stays_gathered=options.plan.stays_gathered,
         )
-        if self._num_microbatches > 1 and stays_gathered:
+        if self._num_microbatches > 1 and options.plan.stays_gathered:
             # A short batch may have one microbatch on some ranks only, and each gathering is a collective.
             self._gradients.keep_gathered()
         if len(optimizers) == 1:

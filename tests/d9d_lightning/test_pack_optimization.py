@@ -204,6 +204,31 @@ class PutsHookOnItself(SeesBackward):
         return super().training_step(batch, batch_idx) * 0 + len(batch[0])
 
 
+class ChangesGradient(Regression):
+    """Changes the gradient that a backward pass starts with in place, and notes what it was."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        loss.register_hook(self.change)
+        return loss
+
+    def change(self, gradient):
+        self.seen.append(gradient.item())
+        gradient.zero_()
+
+
+@pytest.mark.world_size(1)
+def test_backward_passes_start_with_their_own_share_whatever_hooks_do():
+    module = seeded(ChangesGradient)
+    trainer = build_trainer({}, strategy_options={"microbatches": 4}, max_steps=1)
+    trainer.fit(module, rank_loader(make_samples(6), 6, 0, 1))
+    assert module.seen == pytest.approx([2 / 6, 2 / 6, 1 / 6, 1 / 6])
+
+
 class ReplacesBackward(SeesBackward):
     """Has no backward pass of its own, but Lightning's was replaced for all modules."""
 
