@@ -91,3 +91,16 @@ class MixesTokens(Protocol):
 
     context_parallel_degree: int
     """Over how many ranks the sequences that it sees are cut."""
+
+
+@runtime_checkable
+class HandsOnTokens(Protocol):
+    """A module that says what it hands on to other pipeline stages, and so has to know of ranks with parts of the tokens."""
+
+    def use_token_parts(self, num_parts: int) -> None:
+        """Take note that sequence parallelism cuts what is handed on.
+
+        Args:
+            num_parts: Number of tensor-parallel ranks that a sequence is cut over between blocks.
+        """
+        ...

@@ -16,7 +16,7 @@ from typing import Any, cast
 
 import torch
 
-__all__ = ["LOSS_SCALE", "LossScale", "announce_loss", "attach_side_loss"]
+__all__ = ["LOSS_SCALE", "LossScale", "announce_loss", "attach_side_loss", "expect_side_loss"]
 
 
 class LossScale:
@@ -26,7 +26,7 @@ class LossScale:
         """Know of no backward pass."""
         self._value: torch.Tensor | float | None = None
         self.num_attached = 0
-        """How many losses models of this process have attached."""
+        """How many losses models of this process have attached, or will when a pass is computed again."""
 
     @property
     def is_awaited(self) -> bool:
@@ -79,8 +79,18 @@ def attach_side_loss(output: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
     """
     if not (torch.is_grad_enabled() and loss.requires_grad):
         return output
-    LOSS_SCALE.num_attached += 1
+    expect_side_loss()
     return cast(torch.Tensor, _attach(output, loss))
+
+
+@torch.compiler.disable()
+def expect_side_loss() -> None:
+    """Take note that a layer has a loss of its own: it counts although this pass has no gradients.
+
+    A reentrant checkpoint attaches the loss when the layer is computed again, and by then the loss of the step, which tells
+    the scale, must have been announced.
+    """
+    LOSS_SCALE.num_attached += 1
 
 
 class _Announce(torch.autograd.Function):

@@ -84,14 +84,9 @@ class Provider(ModelProvider[DecoderForCausalLM[Any]]):
         return InitializeModelStageResult(model=model, state_mapper=identity_mapper_from_module(model))
 
     def parallelize_model_stage(self, context: ParallelizeModelStageContext[DecoderForCausalLM[Any]]) -> None:
-        dist_context, model = context.dist_context, context.model
-        contexts = dist_context.mesh_for(BATCH_DOMAIN)["cp"]
-        if contexts.size() > 1:
-            for layer in moe_layers(model):
-                layer.use_router_losses(ROUTER_LOSSES, contexts.get_group())
         parallelize_decoder(
-            dist_context,
-            model,
+            context.dist_context,
+            context.model,
             context.stage,
             sequence_parallel=self._layout.sequence_parallel,
             context_method=self._layout.context_method,

@@ -34,20 +34,30 @@ LAYOUTS: dict[str, Layout] = {
     "ep 2 x tp 2": Layout(
         degrees={"data_parallel_shard": 2, "expert_parallel": 2, "tensor_parallel": 2}, sequence_parallel=True
     ),
+    "tp 2 x shard 2, whole sequences": Layout(degrees={"tensor_parallel": 2, "data_parallel_shard": 2}),
+    "pp 2 x tp 2, whole sequences": Layout(degrees={**PIPELINE, "tensor_parallel": 2}, schedule="1f1b"),
+    "ep 2 x tp 2, whole sequences": Layout(
+        degrees={"data_parallel_shard": 2, "expert_parallel": 2, "tensor_parallel": 2}
+    ),
 }
+DOUBLE, FLOAT = torch.float64, torch.float32
 DEFAULT = {
-    (DENSE, "1"),
-    (DENSE, "tp 2, parts of sequences"),
-    (DENSE, "pp 2, zero bubble v"),
-    (DENSE, "pp 2 x tp 2"),
-    (DENSE, "cp 2 x shard 2"),
-    (MOE, "1"),
-    (MOE, "ep 2"),
-    (MOE, "cp 2, gather"),
-    (MOE, "pp 2 x ep 2"),
-    (MOE, "ep 2 x tp 2"),
+    (DENSE, "1", DOUBLE),
+    (DENSE, "tp 2, parts of sequences", DOUBLE),
+    (DENSE, "replicate 2", DOUBLE),
+    (DENSE, "pp 2, zero bubble v", DOUBLE),
+    (DENSE, "pp 2 x tp 2", DOUBLE),
+    (DENSE, "pp 2 x tp 2, whole sequences", FLOAT),
+    (DENSE, "cp 2 x shard 2", DOUBLE),
+    (MOE, "1", DOUBLE),
+    (MOE, "1", FLOAT),
+    (MOE, "ep 2", DOUBLE),
+    (MOE, "ep 2", FLOAT),
+    (MOE, "cp 2, gather", DOUBLE),
+    (MOE, "pp 2 x ep 2", DOUBLE),
+    (MOE, "ep 2 x tp 2", DOUBLE),
 }
-"""What runs each time, in fp64. All else is exhaustive."""
+"""What runs each time. All else is exhaustive."""
 
 
 def cases(num_ranks: int) -> list[object]:
@@ -57,7 +67,7 @@ def cases(num_ranks: int) -> list[object]:
             layout,
             dtype,
             id=f"{name}, {layout}, {str(dtype).removeprefix('torch.')}",
-            marks=[] if (name, layout) in DEFAULT and dtype == torch.float64 else [pytest.mark.exhaustive],
+            marks=[] if (name, layout, dtype) in DEFAULT else [pytest.mark.exhaustive],
         )
         for dtype in TOLERANCES
         for name in (DENSE, MOE)
@@ -86,7 +96,7 @@ def test_four_ranks(name: str, layout: str, dtype: torch.dtype):
 def check(name: str, layout: str, dtype: torch.dtype) -> None:
     tolerance = TOLERANCES[dtype]
     expected = run_plainly(name, dtype)
-    assert all(gradient.abs().max() > 1e3 * TOLERANCES[torch.float64] for gradient in expected.gradients.values())
+    assert all(gradient.abs().max() > 1e3 * TOLERANCES[DOUBLE] for gradient in expected.gradients.values())
     run = run_engine(name, dtype, LAYOUTS[layout])
     assert run.losses == pytest.approx(expected.losses, rel=0, abs=tolerance)
     for found, right in ((run.gradients, expected.gradients), (run.parameters, expected.parameters)):

@@ -75,7 +75,7 @@ class InferenceTaskOperator(typing.Generic[TBatch, TPipelineInput, TSharedInput,
         shared: list[TSharedInput] = []
         for index, microbatch in enumerate(pack):
             batch, is_idle = unwrap_idle(microbatch)
-            built = self._task.build_forward_inputs(BuildForwardInputsContext(batch=batch))
+            built = self._task.build_forward_inputs(BuildForwardInputsContext(batch=batch, is_idle=is_idle))
             inputs.append(built.input)
             shared.append(built.shared)
             if self._has_outputs and not is_idle:

@@ -65,7 +65,7 @@ class TrainTaskOperator(typing.Generic[TBatch, TPipelineInput, TSharedInput, TPi
         try:
             for index, microbatch in enumerate(pack):
                 batch, is_idle = unwrap_idle(microbatch)
-                built = self._task.build_forward_inputs(BuildForwardInputsContext(batch=batch))
+                built = self._task.build_forward_inputs(BuildForwardInputsContext(batch=batch, is_idle=is_idle))
                 inputs.append(built.input)
                 shared.append(built.shared)
                 weights.append(torch.zeros(()) if is_idle else built.loss_weight)

@@ -51,9 +51,12 @@ class BuildForwardInputsContext(typing.Generic[TBatch]):
 
     Attributes:
         batch: What the collate function returned, with its tensors on the device of this rank.
+        is_idle: Whether the microbatch is only run because other ranks have one more, with no weight. Its tokens are no load of
+            experts: a task of such a model masks them (`SequenceShared.token_mask`).
     """
 
     batch: TBatch
+    is_idle: bool = False
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)

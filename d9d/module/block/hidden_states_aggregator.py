@@ -6,7 +6,7 @@ from typing import assert_never
 
 import torch
 
-from .head.pooling import masked_mean
+from .head.pooling import TokenMean
 
 
 class HiddenStatesAggregationMode(StrEnum):
@@ -63,15 +63,17 @@ class MeanHiddenStatesAggregator(BaseHiddenStatesAggregator):
 
     Args:
         mask: ``(batch, tokens)``, nonzero for the tokens that count; None for all.
+        token_mean: What averages; by default over the tokens of this rank.
     """
 
-    def __init__(self, mask: torch.Tensor | None) -> None:
+    def __init__(self, mask: torch.Tensor | None, token_mean: TokenMean | None = None) -> None:
         self._mask = mask
+        self._token_mean = token_mean or TokenMean()
         self._means: list[torch.Tensor] = []
 
     def add_hidden_states(self, hidden_states: torch.Tensor) -> None:
         """Average at once, so that the hidden states themselves are not kept."""
-        self._means.append(masked_mean(hidden_states, self._mask))
+        self._means.append(self._token_mean(hidden_states, self._mask))
 
     def pack_with_snapshot(self, snapshot: torch.Tensor | None) -> torch.Tensor | None:
         """Append the layers of this stage to those before."""
@@ -83,18 +85,20 @@ class MeanHiddenStatesAggregator(BaseHiddenStatesAggregator):
 
 
 def create_hidden_states_aggregator(
-    mode: HiddenStatesAggregationMode, agg_mask: torch.Tensor | None
+    mode: HiddenStatesAggregationMode, agg_mask: torch.Tensor | None, token_mean: TokenMean | None = None
 ) -> BaseHiddenStatesAggregator:
     """Make the aggregator of a mode, for one forward pass of one microbatch.
 
     Args:
         mode: What is kept.
         agg_mask: ``(batch, tokens)``, nonzero for the tokens that count; None for all.
+        token_mean: What averages over tokens: a submodule of the model, which `parallelize_context` finds, for models whose
+            ranks have parts of sequences. By default tokens of this rank alone.
     """
     match mode:
         case HiddenStatesAggregationMode.no:
             return NoHiddenStatesAggregator()
         case HiddenStatesAggregationMode.mean:
-            return MeanHiddenStatesAggregator(agg_mask)
+            return MeanHiddenStatesAggregator(agg_mask, token_mean)
         case _:
             assert_never(mode)

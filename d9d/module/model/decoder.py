@@ -15,6 +15,7 @@ from d9d.module.base import ModuleLateInit
 from d9d.module.block.attention import GroupedQueryAttention, MultiHeadLatentAttention
 from d9d.module.block.embedding import SplitTokenEmbeddings
 from d9d.module.block.ffn import SwiGLU
+from d9d.module.block.head import TokenMean
 from d9d.module.block.hidden_states_aggregator import HiddenStatesAggregationMode, create_hidden_states_aggregator
 from d9d.module.block.moe import MoELayer
 from d9d.module.block.normalization import RMSNorm
@@ -96,6 +97,7 @@ class DecoderLayer(nn.Module, ModuleLateInit):
         hidden_states: torch.Tensor,
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
         attention_mask: torch.Tensor | None = None,
+        token_mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Apply the layer.
 
@@ -106,11 +108,14 @@ class DecoderLayer(nn.Module, ModuleLateInit):
             hidden_states: Tokens.
             position_embeddings: Cosines and sines, see `RotaryEmbeddingProvider`.
             attention_mask: As in `SequenceShared`.
+            token_mask: As in `SequenceShared`.
         """
         hidden_states = hidden_states + self.self_attn(
             self.input_layernorm(hidden_states), attention_mask, position_embeddings
         )
-        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+        normalised = self.post_attention_layernorm(hidden_states)
+        is_mixture = isinstance(self.mlp, MoELayer)
+        return hidden_states + (self.mlp(normalised, token_mask) if is_mixture else self.mlp(normalised))
 
     def reset_parameters(self) -> None:
         """Initialise both blocks and both norms."""
@@ -201,6 +206,7 @@ class Decoder(nn.Module, ModuleLateInit):
         )
         self.layers = nn.ModuleDict({str(index): build_layer(index) for index in self._layer_range})
         self.norm = RMSNorm(hidden_size, norm_eps) if stage.is_current_stage_last else None
+        self.token_mean = TokenMean() if hidden_states_snapshot_mode != HiddenStatesAggregationMode.no else None
         self._dtype = next(self.parameters()).dtype
 
     @property
@@ -247,23 +253,14 @@ class Decoder(nn.Module, ModuleLateInit):
             num_parts: Number of ranks that a sequence is cut over.
 
         Raises:
-            NotImplementedError: See `check_parts_of_sequences`.
+            NotImplementedError: If hidden states are kept, whose means would be those of parts.
         """
-        if num_parts > 1:
-            self.check_parts_of_sequences()
-        self._token_parts = num_parts
-
-    def check_parts_of_sequences(self) -> None:
-        """Refuse that ranks have parts of sequences where hidden states are kept, whose means would be those of parts.
-
-        Raises:
-            NotImplementedError: If so.
-        """
-        if self._snapshot_mode != HiddenStatesAggregationMode.no:
+        if num_parts > 1 and self.token_mean is not None:
             raise NotImplementedError(
                 f"hidden_states_snapshot_mode={self._snapshot_mode.value!r} needs all tokens of a sequence on each rank. "
-                "Do without sequence and context parallelism, or use mode 'no'."
+                "Do without sequence parallelism, or use mode 'no'."
             )
+        self._token_parts = num_parts
 
     def forward(
         self, inputs: SequenceInput | SequenceTransfer[torch.Tensor], shared: SequenceShared
@@ -279,9 +276,11 @@ class Decoder(nn.Module, ModuleLateInit):
         """
         hidden_states, snapshot = self._enter(inputs)
         position_embeddings = self.rope(shared.position_ids)
-        aggregator = create_hidden_states_aggregator(self._snapshot_mode, shared.hidden_states_agg_mask)
+        aggregator = create_hidden_states_aggregator(
+            self._snapshot_mode, shared.hidden_states_agg_mask, self.token_mean
+        )
         for layer in self.layers.values():
-            hidden_states = self._run(layer, hidden_states, position_embeddings, shared.attention_mask)
+            hidden_states = self._run(layer, hidden_states, position_embeddings, shared)
             aggregator.add_hidden_states(hidden_states)
         if self.norm is not None:
             hidden_states = self.norm(hidden_states)
@@ -307,14 +306,12 @@ class Decoder(nn.Module, ModuleLateInit):
         layer: nn.Module,
         hidden_states: torch.Tensor,
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
-        attention_mask: torch.Tensor | None,
+        shared: SequenceShared,
     ) -> torch.Tensor:
+        inputs = hidden_states, position_embeddings, shared.attention_mask, shared.token_mask
         if self._enable_checkpointing and torch.is_grad_enabled():
-            return cast(
-                "torch.Tensor",
-                checkpoint(layer, hidden_states, position_embeddings, attention_mask, use_reentrant=False),
-            )
-        return layer(hidden_states, position_embeddings, attention_mask)
+            return cast("torch.Tensor", checkpoint(layer, *inputs, use_reentrant=False))
+        return layer(*inputs)
 
     def reset_parameters(self) -> None:
         """Initialise everything that the stage has."""

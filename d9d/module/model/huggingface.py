@@ -2,12 +2,19 @@
 
 A family says how one of its layers is mapped (`DecoderMapping`), and has all of these mappers by that. All read from
 Hugging Face's names, and have an inverse that writes them. They are for the whole model, or for one stage of it.
+
+[Note: mappers of a family]
+What differs between families are the arguments that describe a model. So a family has functions that take these and return a
+`DecoderMapping`: of a model without heads, with a head, and with one that gives vectors. `loading` and `exporting` make its
+mappers of them, which take the same arguments.
 """
 
+import dataclasses
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Final
+from typing import Final, ParamSpec
 
 from d9d.model_state.mapper import ModelStateMapper
 from d9d.model_state.mapper.adapters import identity_mapper_from_names
@@ -35,6 +42,8 @@ __all__ = [
     "SWIGLU",
     "DecoderMapping",
     "ExpertsFormat",
+    "exporting",
+    "loading",
     "map_experts",
     "map_same_names",
 ]
@@ -45,6 +54,8 @@ GROUPED_QUERY_ATTENTION: Final = tuple(f"self_attn.{name}_proj.weight" for name 
 """Names of the projections of attention, here and there."""
 SWIGLU: Final = tuple(f"mlp.{name}_proj.weight" for name in ("gate", "up", "down"))
 """Names of the projections of a feed-forward network, here and there."""
+
+P = ParamSpec("P")
 
 _EMBEDDINGS = "embed_tokens.weight"
 _HEAD = "lm_head.weight"
@@ -113,41 +124,51 @@ class DecoderMapping:
         params: The model.
         map_layer: Returns the mapper of the layer of an index, with names relative to it.
         stage: The pipeline stage whose tensors are mapped; None for the whole model.
+        head_prefix: What names of the head begin with; ``heads.<name>.`` in `DecoderWithHeads`.
+        embedding_dim: If a head that gives vectors has a projection that files have too, or shall have, its size.
     """
 
     params: DecoderParameters
     map_layer: Callable[[int], ModelStateMapper]
     stage: PipelineStageInfo | None
+    head_prefix: str = SINGLE_HEAD_PREFIX
+    embedding_dim: int | None = None
+
+    def with_head(self, head_prefix: str, embedding_dim: int | None = None) -> "DecoderMapping":
+        """Return the same with a head.
+
+        Args:
+            head_prefix: What names of the head begin with; ``heads.<name>.`` in `DecoderWithHeads`.
+            embedding_dim: If a head that gives vectors has a projection that files have too, or shall have, its size.
+        """
+        prefix = head_prefix if not head_prefix or head_prefix.endswith(".") else f"{head_prefix}."
+        return dataclasses.replace(self, head_prefix=prefix, embedding_dim=embedding_dim)
 
     def backbone(self) -> ModelStateMapper:
         """Map a model without heads."""
         embeddings = [self._vocabularies(_EMBEDDINGS, "embed_tokens.token_embedding.")] if self._is_first else []
         return ModelStateMapperParallel([*embeddings, *self._behind_embeddings()])
 
-    def causal_lm(self, head_prefix: str) -> ModelStateMapper:
+    def causal_lm(self) -> ModelStateMapper:
         """Map a model that predicts tokens. Tied weights are read once, and must be equal where a file has both."""
         if not self.params.tie_word_embeddings:
-            head = self._vocabularies(_HEAD, f"{_with_dot(head_prefix)}lm_head.")
+            head = self._vocabularies(_HEAD, f"{self.head_prefix}lm_head.")
             return self._with_head("model.", [head])
         behind = ModelStateMapperPrefixScope(ModelStateMapperParallel(self._behind_embeddings()), "model.", "backbone.")
-        return ModelStateMapperParallel([behind, *self._tied_vocabularies(head_prefix)])
+        return ModelStateMapperParallel([behind, *self._tied_vocabularies()])
 
-    def causal_lm_to_huggingface(self, head_prefix: str) -> ModelStateMapper:
-        """Map a model that predicts tokens back. Tied weights are written once, as those of the embeddings."""
-        if self.params.tie_word_embeddings:
-            return self._with_head("model.", []).inverse()
-        return self.causal_lm(head_prefix).inverse()
+    def causal_lm_tied_once(self) -> ModelStateMapper:
+        """Map a model that predicts tokens, whose tied weights are those of the embeddings alone: for exports."""
+        return self._with_head("model.", []) if self.params.tie_word_embeddings else self.causal_lm()
 
-    def classification(self, head_prefix: str) -> ModelStateMapper:
+    def classification(self) -> ModelStateMapper:
         """Map a model that scores labels."""
-        return self._with_head(
-            "model.", [ModelStateMapperRename("score.weight", f"{_with_dot(head_prefix)}score.weight")]
-        )
+        return self._with_head("model.", [ModelStateMapperRename("score.weight", f"{self.head_prefix}score.weight")])
 
-    def embedding(self, embedding_dim: int | None) -> ModelStateMapper:
-        """Map a model that gives vectors, which is one without heads there; a projection keeps its name."""
-        projection = f"{SINGLE_HEAD_PREFIX}projection.weight"
-        return self._with_head("", [] if embedding_dim is None else [ModelStateMapperIdentity(projection)])
+    def embedding(self) -> ModelStateMapper:
+        """Map a model that gives vectors, which is one without heads there; a projection is named as that of a single head."""
+        theirs, ours = (f"{prefix}projection.weight" for prefix in (SINGLE_HEAD_PREFIX, self.head_prefix))
+        return self._with_head("", [] if self.embedding_dim is None else [ModelStateMapperRename(theirs, ours)])
 
     @property
     def _is_first(self) -> bool:
@@ -175,13 +196,13 @@ class DecoderMapping:
             source, [f"{prefix}{name}.weight" for name in order], dim=0, sizes=[sizes[name] for name in order]
         )
 
-    def _tied_vocabularies(self, head_prefix: str) -> list[ModelStateMapper]:
+    def _tied_vocabularies(self) -> list[ModelStateMapper]:
         """Give embeddings and head, as far as this stage has them, the rows of one tensor."""
         prefixes: dict[str, str] = {}
         if self._is_first:
             prefixes["embeddings"] = "backbone.embed_tokens.token_embedding."
         if self._is_last:
-            prefixes["head"] = f"{_with_dot(head_prefix)}lm_head."
+            prefixes["head"] = f"{self.head_prefix}lm_head."
         if not prefixes:
             return []
         tie = ModelStateMapperTie([f"model.{_EMBEDDINGS}", _HEAD], list(prefixes))
@@ -189,5 +210,30 @@ class DecoderMapping:
         return [ModelStateMapperSequential([tie, ModelStateMapperParallel(cut)])]
 
 
-def _with_dot(prefix: str) -> str:
-    return prefix if not prefix or prefix.endswith(".") else f"{prefix}."
+def loading(
+    describe: Callable[P, DecoderMapping], model: Callable[[DecoderMapping], ModelStateMapper]
+) -> Callable[P, ModelStateMapper]:
+    """Return the function that returns the mapper from Hugging Face's files to a model. See [Note: mappers of a family].
+
+    Args:
+        describe: Takes what describes the model.
+        model: Which model it is, a method of `DecoderMapping`.
+    """
+
+    @functools.wraps(describe)
+    def build(*args: P.args, **kwargs: P.kwargs) -> ModelStateMapper:
+        return model(describe(*args, **kwargs))
+
+    return build
+
+
+def exporting(
+    describe: Callable[P, DecoderMapping], model: Callable[[DecoderMapping], ModelStateMapper]
+) -> Callable[P, ModelStateMapper]:
+    """Return the function that returns the mapper from a model to Hugging Face's files; arguments as in `loading`."""
+
+    @functools.wraps(describe)
+    def build(*args: P.args, **kwargs: P.kwargs) -> ModelStateMapper:
+        return model(describe(*args, **kwargs)).inverse()
+
+    return build

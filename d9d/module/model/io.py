@@ -52,6 +52,9 @@ class SequenceShared:
     """Which tokens may be seen, beside causality, as in `SdpaBackend`: four axes that broadcast to
     ``(B, heads, T, T)``, true where a token may be seen. None for all: so it is for padding at the right, whose tokens
     have no labels."""
+    token_mask: torch.Tensor | None = None
+    """``(B, T)``, nonzero for the tokens that count as load of experts, and for the losses of routers: not for padding, and for
+    none of a microbatch without weight. None for all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,8 @@ from d9d.module.block.attention.linear import GatedDeltaNet
 from d9d.module.block.attention.sdpa.eager import EagerSdpaBackend
 from d9d.module.block.attention.sdpa.parameters import AttentionSinks, combine_masks, num_groups
 from d9d.module.block.attention.sdpa.torch_kernels import TorchSdpaBackend
-from d9d.module.block.head import ClassificationHead, EmbeddingHead, SequencePoolingHeadShared
+from d9d.module.block.head import TokenMean
+from d9d.module.block.moe import MoELayer
 from d9d.module.parallelism.context_attention import ContextAttention, context_attention
 from d9d.module.parallelism.key_value_exchange import ContextParallelMethod, KeysValues, build_key_value_exchange
 from d9d.module.parallelism.sequence_sharding import SequenceOrder, SequenceSharding
@@ -40,11 +41,15 @@ def parallelize_context(
     the module, and its backward pass, with parts of the same shape. Parameters stay as they are: distribute them over
     data- and context-parallel ranks with `parallelize_hsdp` or `parallelize_replicate`, before or after.
 
+    Routers count the loads of whole sequences for their losses, and heads that pool give all ranks the means of whole
+    sequences; see [Note: what router losses count for] and [Note: outputs of whole sequences].
+
     A mask of a call has a row per query of this rank, or one for all, and a column per key of the *whole* sequence.
 
     Args:
-        module: An attention block, a layer or a whole model, with blocks of `d9d.module.block.attention`, or a head that
-            may pool tokens, which it refuses to do from then on; on the meta device or with values.
+        module: An attention block, a layer or a whole model, with blocks of `d9d.module.block.attention`; or one that counts or
+            averages over the tokens of a sequence, a mixture of experts or a head that pools. On the meta device or with
+            values.
         mesh: Mesh with one dimension, ``mesh_for(BATCH_DOMAIN)["cp"]``. Over one rank nothing is changed.
         method: How keys and values travel.
         order: Which tokens a rank has.
@@ -67,16 +72,16 @@ def parallelize_context(
                 )
             if isinstance(child, EagerSdpaBackend | TorchSdpaBackend):
                 backends.append((owner, name, child))
-    pooling = [child for child in module.modules() if isinstance(child, ClassificationHead | EmbeddingHead)]
-    if not backends and not pooling:
+    counting = [child for child in module.modules() if isinstance(child, TokenMean | MoELayer)]
+    if not backends and not counting:
         raise ValueError(
             f"{type(module).__name__} holds no attention of d9d.module.block.attention, so its tokens would see those of "
             "this rank only. Pass a module that holds attention blocks; a stage without layers needs no call."
         )
     for owner, name, backend in backends:
         owner.register_module(name, ContextParallelSdpa(backend, sharding, method))
-    for head in pooling:
-        head.register_forward_pre_hook(_refuse_pooling, with_kwargs=True)
+    for child in counting:
+        child.use_context_group(mesh.get_group())
 
 
 class ContextParallelSdpa(nn.Module):
@@ -165,12 +170,3 @@ def _refuse_linear_attention(module: nn.Module) -> None:
                 f"{name or type(child).__name__} is a gated delta net: its state passes from token to token, so a rank would "
                 "have to wait for all that have earlier tokens. Set the degrees of context parallelism to 1."
             )
-
-
-def _refuse_pooling(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-    shared = kwargs["shared"] if "shared" in kwargs else args[1]
-    if isinstance(shared, SequencePoolingHeadShared) and shared.pooling_mask is not None:
-        raise NotImplementedError(
-            f"{type(module).__name__} would pool the tokens of this rank only. Leave the pooling_mask out, put whole outputs "
-            "together with SequenceSharding.gather, and pool these."
-        )

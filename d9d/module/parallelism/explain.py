@@ -12,7 +12,7 @@ from d9d.core.dist_context import DENSE_DOMAIN, EXPERT_DOMAIN, DeviceMeshParamet
 from d9d.core.module_names import collapse_numbers
 from d9d.core.placement import local_tensor
 from d9d.module.parallelism.plan import ParallelPlan, ResolvedPlan, resolve_plan
-from d9d.module.parallelism.plan_words import EXPERT_WORD, Choice, cut_dims
+from d9d.module.parallelism.plan_words import Choice, cuts_of
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -239,14 +239,13 @@ def _predict_split(
     if found is None:
         return False
     choice, inner_name = found
-    dims = cut_dims(choice)
-    if inner_name not in dims:
+    cut = cuts_of(choice, params.tensor_parallel).get(inner_name)
+    if cut is None:
         return False
-    if choice.value != EXPERT_WORD:
-        _cut(shape, dims[inner_name], params.tensor_parallel, placements, "tp")
-        return False
-    _cut(shape, dims[inner_name], params.expert_parallel, placements, "ep_shard")
-    return params.has_expert_parallel
+    is_of_experts = cut.mesh_dim == "ep_shard"
+    degree = params.expert_parallel if is_of_experts else params.tensor_parallel
+    _cut(shape, cut.dim, degree, placements, cut.mesh_dim)
+    return is_of_experts and params.has_expert_parallel
 
 
 def _split_of(name: str, resolved: ResolvedPlan) -> tuple[Choice, str] | None:

@@ -15,8 +15,10 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from d9d.core.dist_context import DeviceMeshParameters, DistributedContext
 from d9d.core.module_names import collapse_numbers, matches, nearest
+from d9d.core.protocol import MixesTokens
 from d9d.module.parallelism.plan_words import (
     CLOSING_WORD,
+    CONTEXT_WORDS,
     DATA_WORDS,
     EXPERT_WORD,
     OPENING_WORDS,
@@ -88,6 +90,8 @@ class ResolvedPlan:
     """Layers to split over tensor-parallel or expert-parallel ranks, by name; empty where there is one such rank only."""
     placements: Mapping[str, Choice] | None
     """Placements over the data-parallel ranks, by name. None: the plan says nothing of them, as the default does."""
+    contexts: Mapping[str, Choice]
+    """Submodules whose attention sees the tokens of all context-parallel ranks, by name; empty where there is one such rank."""
     units: tuple[nn.Module, ...]
     """The FSDP units of the default: the blocks that the module repeats, or else submodules of some size."""
 
@@ -115,6 +119,7 @@ class ResolvedPlan:
         return ResolvedPlan(
             splits=there(self.splits),
             placements=None if self.placements is None else there(self.placements),
+            contexts=there(self.contexts),
             units=tuple(repeated_blocks(stage)) if self.units else (),
         )
 
@@ -166,7 +171,7 @@ def resolve_plan(module: nn.Module, plan: ParallelPlan, params: DeviceMeshParame
         ValueError: With all that is wrong with the plan.
     """
     modules = dict(module.named_modules(remove_duplicate=False))
-    data, splits, problems = _choose(modules, plan)
+    data, splits, contexts, problems = _choose(modules, plan)
     problems += _split_problems(splits, modules, params)
     if params.has_tensor_parallel:
         if all(choice.value == EXPERT_WORD for choice in splits.values()):
@@ -174,16 +179,21 @@ def resolve_plan(module: nn.Module, plan: ParallelPlan, params: DeviceMeshParame
         problems += _sequence_problems(splits, module)
     if params.has_expert_parallel and all(choice.value != EXPERT_WORD for choice in splits.values()):
         problems.append(_how_to_share_experts(module, params.expert_parallel))
+    problems += _context_problems(contexts, module, params)
     if problems:
         raise ValueError(f"parallelize: {'. '.join(problems)}.")
-    units = repeated_blocks(module) or wrap_by_size(module, plan.min_unit_params)
-    return ResolvedPlan(splits=_in_use(splits, params), placements=data or None, units=tuple(units))
+    return ResolvedPlan(
+        splits=_in_use(splits, params),
+        placements=data or None,
+        contexts=contexts if params.context_parallel > 1 else {},
+        units=tuple(repeated_blocks(module) or wrap_by_size(module, plan.min_unit_params)),
+    )
 
 
 def rules_of(module: nn.Module, plan: ParallelPlan, params: DeviceMeshParameters) -> ResolvedPlan:
     """Find what `resolve_plan` has found, on a module that was distributed and perhaps cut since. Nothing is checked."""
-    data, splits, _ = _choose(dict(module.named_modules(remove_duplicate=False)), plan)
-    return ResolvedPlan(splits=_in_use(splits, params), placements=data or None, units=())
+    data, splits, contexts, _ = _choose(dict(module.named_modules(remove_duplicate=False)), plan)
+    return ResolvedPlan(splits=_in_use(splits, params), placements=data or None, contexts=contexts, units=())
 
 
 def _in_use(splits: Mapping[str, Choice], params: DeviceMeshParameters) -> dict[str, Choice]:
@@ -195,12 +205,15 @@ def _in_use(splits: Mapping[str, Choice], params: DeviceMeshParameters) -> dict[
     }
 
 
-def _choose(modules: _Modules, plan: ParallelPlan) -> tuple[dict[str, Choice], dict[str, Choice], list[str]]:
-    """Return the placements and the splits by name, and what is wrong with patterns and words."""
+def _choose(
+    modules: _Modules, plan: ParallelPlan
+) -> tuple[dict[str, Choice], dict[str, Choice], dict[str, Choice], list[str]]:
+    """Return placements, splits and what sees the tokens of all ranks, by name, and what is wrong with patterns and words."""
     patterns = plan.parallelize if isinstance(plan.parallelize, Mapping) else {}
     problems: list[str] = []
     data: dict[str, Choice] = {}
     splits: dict[str, Choice] = {}
+    contexts: dict[str, Choice] = {}
     for pattern, value in patterns.items():
         if not isinstance(value, ParallelStyle) and value not in WORDS:
             near = difflib.get_close_matches(str(value), WORDS, n=1)
@@ -209,10 +222,10 @@ def _choose(modules: _Modules, plan: ParallelPlan) -> tuple[dict[str, Choice], d
         found = [name for name in modules if _is_named(name, pattern)]
         if not found:
             problems.append(f"{pattern!r} matches no submodule{nearest(pattern, list(modules))}")
-        chosen = data if value in DATA_WORDS else splits
+        chosen = data if value in DATA_WORDS else contexts if value in CONTEXT_WORDS else splits
         for name in found:
             chosen.setdefault(name, Choice(module=modules[name], pattern=pattern, value=value))
-    return data, splits, problems
+    return data, splits, contexts, problems
 
 
 def _is_named(name: str, pattern: str) -> bool:
@@ -248,6 +261,35 @@ def _nested(name: str, splits: Mapping[str, Choice]) -> Iterator[str]:
             yield f"is inside of {outer!r}, all of which {splits[outer].word!r} splits"
 
 
+def _is_within(name: str, choices: Mapping[str, Choice]) -> bool:
+    return any(not outer or name == outer or name.startswith(f"{outer}.") for outer in choices)
+
+
+def _context_problems(contexts: Mapping[str, Choice], module: nn.Module, params: DeviceMeshParameters) -> list[str]:
+    """Say what would take the tokens of this rank for whole sequences."""
+    if params.context_parallel == 1:
+        return []
+    nested = {
+        name: "" for name in contexts if _is_within(name, {key: contexts[key] for key in contexts if key != name})
+    }
+    forgotten = {
+        name: ""
+        for name, child in module.named_modules()
+        if isinstance(child, MixesTokens) and not _is_within(name, contexts)
+    }
+    problems: list[str] = []
+    if nested:
+        names = ", ".join(group.name for group in collapse_numbers(nested))
+        problems.append(f"{names} are inside of others that 'context' is for too: name the inner or the outer ones")
+    if forgotten:
+        names = ", ".join(group.name for group in collapse_numbers(forgotten))
+        problems.append(
+            f"sequences are cut over {params.context_parallel} context-parallel ranks, but the tokens of {names} would see those "
+            f"of their own rank alone: name blocks around them with 'context', such as {{'layers.*': 'context'}}"
+        )
+    return problems
+
+
 def _sequence_problems(splits: Mapping[str, Choice], module: nn.Module) -> list[str]:
     """Say what would see a part of the tokens without knowing it: gradients would be those of the part."""
     if all(choice.value != SEQUENCE_WORD for choice in splits.values()):
@@ -259,7 +301,17 @@ def _sequence_problems(splits: Mapping[str, Choice], module: nn.Module) -> list[
     whole = {
         name: "" for name, parameter in module.named_parameters() if parameter.requires_grad and parameter not in inside
     }
+    dropouts = {
+        name: ""
+        for name, child in module.named_modules()
+        if isinstance(child, nn.Dropout) and child.p > 0 and not _is_within(name, splits)
+    }
     problems: list[str] = []
+    if dropouts:
+        names = ", ".join(group.name for group in collapse_numbers(dropouts))
+        problems.append(
+            f"with 'sequence' ranks have parts of the tokens, but {names} would drop the same of each part: use 'dropout'"
+        )
     if single:
         names = ", ".join(group.name for group in collapse_numbers(single))
         problems.append(

@@ -11,8 +11,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from d9d.core.dist_context import DENSE_DOMAIN, DistributedContext
+from d9d.core.protocol import HandsOnTokens
 from d9d.module.parallelism.plan import ParallelPlan, ResolvedPlan, resolve_plan
-from d9d.module.parallelism.plan_words import Choice, apply_split
+from d9d.module.parallelism.plan_words import Choice, apply_context, apply_split
 from d9d.module.parallelism.replicate import parallelize_replicate
 from d9d.module.parallelism.shard import parallelize_hsdp
 
@@ -45,6 +46,8 @@ def parallelize_by_plan(
         return
     resolved = resolve_plan(module, plan, context.mesh_params) if resolved is None else resolved.of_stage(module)
     split_by_plan(module, resolved, context)
+    for choice in resolved.contexts.values():
+        apply_context(choice, context)
     shard_by_plan(module, context, plan, resolved)
     # Where nothing is sharded, split layers still have to record that they are replicated.
     has_shards = data_mesh(context)[SHARD_DIM].size() > 1
@@ -79,6 +82,10 @@ def split_by_plan(module: nn.Module, resolved: ResolvedPlan, context: Distribute
         apply_split(choice, context, sequence_parallel=resolved.is_sequence_parallel)
     for places in shared:
         _tie_again(places)
+    if resolved.is_sequence_parallel:
+        for child in module.modules():
+            if isinstance(child, HandsOnTokens):
+                child.use_token_parts(context.mesh_params.tensor_parallel)
 
 
 def _places_by_parameter(module: nn.Module) -> list[_Places]:

@@ -1,29 +1,33 @@
 """The words of pattern plans: which layers each is for, what it does to them, and which tensors it cuts.
 
 [Note: words for blocks]
-"colwise" and the like split single layers of torch. "attention", "ffn", "vocab", "sequence" and "expert" are about whole
-blocks of `d9d.module.block`, of which they know the inside, so nothing below such a block is named. With the word "sequence"
-for norms, a plan is sequence-parallel: ranks have parts of the tokens between blocks, as in [Note: activations between split
-blocks], and every trained parameter belongs to something that the plan names.
+"colwise" and the like split single layers of torch. "attention", "ffn", "vocab", "sequence", "pooling" and "expert" are about
+whole blocks of `d9d.module.block`, of which they know the inside, so nothing below such a block is named. With the word
+"sequence" for norms, a plan is sequence-parallel: ranks have parts of the tokens between blocks, as in [Note: activations
+between split blocks], and every trained parameter, and every dropout, belongs to something that the plan names.
 """
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
-from typing import Literal, TypeAlias, cast, get_args
+from typing import Literal, NamedTuple, TypeAlias, cast, get_args
 
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
-from d9d.core.dist_context import DENSE_DOMAIN, EXPERT_DOMAIN, DistributedContext
-from d9d.module.block.attention import GroupedQueryAttention
+from d9d.core.dist_context import BATCH_DOMAIN, DENSE_DOMAIN, EXPERT_DOMAIN, DistributedContext
+from d9d.module.block.attention import GroupedQueryAttention, MultiHeadLatentAttention
 from d9d.module.block.embedding import SplitTokenEmbeddings
 from d9d.module.block.ffn import SwiGLU
-from d9d.module.block.head import SplitLanguageModellingHead
+from d9d.module.block.head import ClassificationHead, EmbeddingHead, SplitLanguageModellingHead
 from d9d.module.block.moe import MoELayer
 from d9d.module.block.moe.all_to_all import check_expert_parallel
 from d9d.module.block.normalization import RMSNorm
+from d9d.module.parallelism.context_parallel import parallelize_context
 from d9d.module.parallelism.expert import parallelize_expert_parallel
+from d9d.module.parallelism.key_value_exchange import ContextParallelMethod
+from d9d.module.parallelism.style import DropoutOfParts
 from d9d.module.parallelism.tensor import parallelize_tensor
 from d9d.module.parallelism.tensor_blocks import (
     check_tensor_parallel_heads,
@@ -31,14 +35,18 @@ from d9d.module.parallelism.tensor_blocks import (
     parallelize_tensor_embedding,
     parallelize_tensor_ffn,
     parallelize_tensor_head,
+    parallelize_tensor_latent_attention,
     parallelize_tensor_moe,
     parallelize_tensor_norm,
+    parallelize_tensor_pooling_head,
 )
 
 DataPlacement: TypeAlias = Literal["replicate", "shard", "hsdp"]
 """Where the parameters of a submodule are over the data-parallel ranks; "hsdp" is another word for "shard"."""
 
-LayerSplit: TypeAlias = Literal["colwise", "colwise_gather", "colwise_dtensor", "rowwise", "rowwise_split", "vocab"]
+LayerSplit: TypeAlias = Literal[
+    "colwise", "colwise_gather", "colwise_dtensor", "rowwise", "rowwise_split", "vocab", "dropout"
+]
 """How a layer is split over the tensor-parallel ranks.
 
 - "colwise": a Linear (or Embedding) computes a part of its output features on each rank. The code behind it sees that part.
@@ -48,20 +56,32 @@ LayerSplit: TypeAlias = Literal["colwise", "colwise_gather", "colwise_dtensor", 
 - "rowwise_split": the same for an input that every rank has whole.
 - "vocab": an Embedding holds a part of its rows on each rank; the outputs are summed. `SplitTokenEmbeddings` and
   `SplitLanguageModellingHead` too, whose loss is computed without whole logits.
+- "dropout": a Dropout draws a mask of its own on each rank, as it sees a part of the features, behind "colwise", or of the
+  tokens. All others draw the same on all tensor-parallel ranks.
 """
 
-BlockSplit: TypeAlias = Literal["attention", "ffn", "sequence", "expert"]
+BlockSplit: TypeAlias = Literal["attention", "attention_shared_kv", "ffn", "sequence", "pooling", "expert"]
 """How a block of `d9d.module.block` is split. See [Note: words for blocks].
 
-- "attention": heads of a `GroupedQueryAttention` over the tensor-parallel ranks.
+- "attention": heads of a `GroupedQueryAttention` or `MultiHeadLatentAttention` over the tensor-parallel ranks.
+- "attention_shared_kv": the same for a `GroupedQueryAttention` that may have fewer key and value heads than there are ranks.
 - "ffn": the width of a `SwiGLU` over the tensor-parallel ranks.
 - "sequence": an `RMSNorm` sees a part of the tokens on each tensor-parallel rank, and blocks exchange such parts.
+- "pooling": a `ClassificationHead` or `EmbeddingHead` sees all tokens where blocks exchange parts of them.
 - "expert": experts of an `MoELayer` over the expert-parallel ranks, and the width of a shared one over the tensor-parallel ranks.
 """
 
-Placement: TypeAlias = DataPlacement | LayerSplit | BlockSplit
+ContextSplit: TypeAlias = Literal["context", "context_all_gather"]
+"""How attention sees the tokens of all context-parallel ranks; routers and heads that pool count these too.
+
+- "context": keys and values travel in a ring. See `parallelize_context`; sequences are cut in zigzag order.
+- "context_all_gather": all of them travel at once.
+"""
+
+Placement: TypeAlias = DataPlacement | LayerSplit | BlockSplit | ContextSplit
 
 DATA_WORDS = get_args(DataPlacement)
+CONTEXT_WORDS = get_args(ContextSplit)
 EXPERT_WORD = "expert"
 SEQUENCE_WORD = "sequence"
 
@@ -72,9 +92,12 @@ _LAYERS: Mapping[str, tuple[type[nn.Module], ...]] = {
     "rowwise": (nn.Linear,),
     "rowwise_split": (nn.Linear,),
     "vocab": (nn.Embedding, SplitTokenEmbeddings, SplitLanguageModellingHead),
-    "attention": (GroupedQueryAttention,),
+    "dropout": (nn.Dropout,),
+    "attention": (GroupedQueryAttention, MultiHeadLatentAttention),
+    "attention_shared_kv": (GroupedQueryAttention,),
     "ffn": (SwiGLU,),
     "sequence": (RMSNorm,),
+    "pooling": (ClassificationHead, EmbeddingHead),
     "expert": (MoELayer,),
 }
 """The classes of layers that each word is for."""
@@ -86,10 +109,11 @@ _STYLES: Mapping[str, Callable[[], ParallelStyle]] = {
     "rowwise": RowwiseParallel,
     "rowwise_split": lambda: RowwiseParallel(input_layouts=Replicate()),
     "vocab": lambda: RowwiseParallel(input_layouts=Replicate()),
+    "dropout": DropoutOfParts,
 }
 """What a word means for a single layer of torch."""
 
-WORDS = (*DATA_WORDS, *_LAYERS)
+WORDS = (*DATA_WORDS, *_LAYERS, *CONTEXT_WORDS)
 
 OPENING_WORDS = ("colwise", "colwise_dtensor")
 """Words behind which code sees a part of the features."""
@@ -113,7 +137,7 @@ class Choice:
         """The torch style that splits a single layer; None for a block."""
         if isinstance(self.value, ParallelStyle):
             return self.value
-        return _STYLES[self.value]() if isinstance(self.module, nn.Linear | nn.Embedding) else None
+        return _STYLES[self.value]() if isinstance(self.module, nn.Linear | nn.Embedding | nn.Dropout) else None
 
     @property
     def word(self) -> str:
@@ -131,14 +155,26 @@ def apply_split(choice: Choice, context: DistributedContext, *, sequence_paralle
         context: Ranks of the job.
         sequence_parallel: Whether ranks have parts of the tokens between blocks.
     """
-    mesh = context.mesh_for(DENSE_DOMAIN)["tp"]
-    style = choice.style
+    mesh, style = context.mesh_for(DENSE_DOMAIN)["tp"], choice.style
     if style is not None:
         parallelize_tensor(choice.module, style, mesh)
-        return
+    elif isinstance(choice.module, MoELayer):
+        if context.mesh_params.has_expert_parallel:
+            experts = context.mesh_for(EXPERT_DOMAIN)["ep_replicate", "ep_shard", "tp"]
+            parallelize_expert_parallel(choice.module, experts)
+        if context.mesh_params.has_tensor_parallel:
+            parallelize_tensor_moe(choice.module, mesh, sequence_parallel=sequence_parallel)
+    else:
+        _split_block(choice, mesh, sequence_parallel)
+
+
+def _split_block(choice: Choice, mesh: DeviceMesh, sequence_parallel: bool) -> None:
     match choice.module:
         case GroupedQueryAttention() as module:
-            parallelize_tensor_attention(module, mesh, sequence_parallel=sequence_parallel)
+            shares = choice.value == "attention_shared_kv"
+            parallelize_tensor_attention(module, mesh, sequence_parallel=sequence_parallel, replicate_kv_heads=shares)
+        case MultiHeadLatentAttention() as module:
+            parallelize_tensor_latent_attention(module, mesh, sequence_parallel=sequence_parallel)
         case SwiGLU() as module:
             parallelize_tensor_ffn(module, mesh, sequence_parallel=sequence_parallel)
         case SplitTokenEmbeddings() as module:
@@ -147,49 +183,80 @@ def apply_split(choice: Choice, context: DistributedContext, *, sequence_paralle
             parallelize_tensor_head(module, mesh, sequence_parallel=sequence_parallel)
         case RMSNorm() as module:
             parallelize_tensor_norm(module, mesh)
-        case MoELayer() as module:
-            if context.mesh_params.has_expert_parallel:
-                parallelize_expert_parallel(module, context.mesh_for(EXPERT_DOMAIN)["ep_replicate", "ep_shard", "tp"])
-            if context.mesh_params.has_tensor_parallel:
-                parallelize_tensor_moe(module, mesh, sequence_parallel=sequence_parallel)
-        case _:
-            raise TypeError(f"{choice.word!r} is not for a {type(choice.module).__name__}")
+        case (ClassificationHead() | EmbeddingHead()) as module:
+            if sequence_parallel:
+                parallelize_tensor_pooling_head(module, mesh)
+        case module:
+            raise TypeError(f"{choice.word!r} is not for a {type(module).__name__}")
 
 
-def cut_dims(choice: Choice) -> Mapping[str, int | None]:
-    """Return the tensor dimension along which a word cuts parameters, by their names in its module; None where it does not.
+def apply_context(choice: Choice, context: DistributedContext) -> None:
+    """Let the attention of a submodule see the tokens of all context-parallel ranks, in place. No communication."""
+    method = ContextParallelMethod.all_gather if choice.value == "context_all_gather" else ContextParallelMethod.ring
+    parallelize_context(choice.module, context.mesh_for(BATCH_DOMAIN)["cp"], method=method)
 
-    Empty for styles of torch, which know themselves, and without what is left of a layer for other domains.
+
+class Cut(NamedTuple):
+    """How a word cuts one parameter."""
+
+    mesh_dim: str
+    """Along which dimension of the mesh; its domain is where the parameter is."""
+    dim: int | None
+    """Dimension of the tensor; None where it stays whole."""
+
+
+def cuts_of(choice: Choice, tensor_parallel: int) -> Mapping[str, Cut]:
+    """Return how a word cuts parameters, by their names in its module.
+
+    Empty for styles of torch, which know themselves, and without what a word leaves alone.
     """
+    dims: Mapping[str, int | None]
+    names = [name for name, _ in choice.module.named_parameters()]
     match choice.value, choice.module:
         case (("colwise" | "colwise_gather" | "colwise_dtensor"), module):
-            return {"weight": 1} if isinstance(module, nn.Embedding) else {"weight": 0, "bias": 0}
+            dims = {"weight": 1} if isinstance(module, nn.Embedding) else {"weight": 0, "bias": 0}
         case (("rowwise" | "rowwise_split"), _):
-            return {"weight": 1, "bias": None}
-        case "vocab", module:
-            return dict.fromkeys((name for name, _ in module.named_parameters()), 0)
-        case "attention", module:
-            return {name: _attention_dim(name) for name, _ in module.named_parameters()}
-        case "ffn", module:
-            return {name: 1 if name.startswith("down_proj") else 0 for name, _ in module.named_parameters()}
-        case "expert", module:
-            names = [name for name, _ in module.named_parameters() if not name.startswith("shared_expert.")]
-            return {name: 0 if name.startswith("grouped_experts.") else None for name in names}
+            dims = {"weight": 1, "bias": None}
+        case "vocab", _:
+            dims = dict.fromkeys(names, 0)
+        case "ffn", _:
+            dims = {name: _ffn_dim(name) for name in names}
+        case (("attention" | "attention_shared_kv"), module):
+            has_whole_keys = isinstance(module, GroupedQueryAttention) and _num_kv_heads(module) % tensor_parallel
+            whole = ("norm", "kv_down_proj", "q_proj.down_proj", *(("k_proj", "v_proj") if has_whole_keys else ()))
+            dims = {name: None if any(part in name for part in whole) else _width_dim(name, "o_proj") for name in names}
+        case "expert", _:
+            shared, inside = "shared_expert.", "shared_expert.mlp."
+            experts = {name: 0 if name.startswith("grouped_experts.") else None for name in names}
+            return {
+                **{name: Cut("ep_shard", dim) for name, dim in experts.items() if not name.startswith(shared)},
+                **{name: Cut("tp", _ffn_dim(name.removeprefix(inside))) for name in names if name.startswith(inside)},
+            }
         case _:
-            return {}
+            dims = {}
+    return {name: Cut("tp", dim) for name, dim in dims.items()}
 
 
-def _attention_dim(name: str) -> int | None:
-    if name.startswith("o_proj"):
-        return 1
-    return None if "norm" in name else 0
+def _ffn_dim(name: str) -> int | None:
+    return _width_dim(name, "down_proj")
+
+
+def _width_dim(name: str, last_layer: str) -> int | None:
+    """Tell along which dimension a parameter of a block is cut, whose last layer takes what all others give."""
+    if not name.startswith(last_layer):
+        return 0
+    return None if name.endswith("bias") else 1
+
+
+def _num_kv_heads(module: GroupedQueryAttention) -> int:
+    return module.k_proj.out_features // module.head_dim
 
 
 def layer_problems(choice: Choice) -> Iterator[str]:
     """Say what about a layer makes it wrong for a word, whatever the degrees."""
     if isinstance(choice.value, ParallelStyle):
         return
-    layer, classes = choice.module, _LAYERS[choice.word]
+    layer, classes = choice.module, _LAYERS.get(choice.word, (nn.Module,))
     if not isinstance(layer, classes):
         wanted = " or ".join(_class_name(each) for each in classes)
         yield f"is a {type(layer).__name__}, but {choice.value!r} is for {wanted}"
@@ -206,11 +273,12 @@ def size_problems(choice: Choice, tensor_parallel: int, expert_parallel: int) ->
     """
     try:
         match choice.value, choice.module:
-            case "attention", GroupedQueryAttention() as module:
-                num_heads, num_kv_heads = (
-                    each.out_features // module.head_dim for each in (module.q_proj, module.k_proj)
-                )
-                check_tensor_parallel_heads(num_heads, num_kv_heads, tensor_parallel)
+            case (("attention" | "attention_shared_kv"), GroupedQueryAttention() as module):
+                shares = choice.value == "attention_shared_kv"
+                num_heads, num_kv_heads = module.q_proj.out_features // module.head_dim, _num_kv_heads(module)
+                check_tensor_parallel_heads(num_heads, num_kv_heads, tensor_parallel, replicate_kv_heads=shares)
+            case "attention", MultiHeadLatentAttention() as module:
+                check_tensor_parallel_heads(module.num_heads, module.num_heads, tensor_parallel)
             case "expert", MoELayer() as module:
                 check_expert_parallel(module.num_experts, expert_parallel)
             case (("colwise" | "colwise_dtensor" | "rowwise"), module):
@@ -222,7 +290,7 @@ def size_problems(choice: Choice, tensor_parallel: int, expert_parallel: int) ->
 
 
 def _feature_problems(choice: Choice, module: nn.Module, degree: int) -> Iterator[str]:
-    dim = cast(int, cut_dims(choice)["weight"])
+    dim = cast(int, cuts_of(choice, degree)["weight"].dim)
     size = module.get_parameter("weight").size(dim)
     if size % degree:
         valid = [str(divisor) for divisor in range(1, size + 1) if size % divisor == 0]

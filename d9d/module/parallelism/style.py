@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -11,6 +12,9 @@ from torch.distributed.tensor.placement_types import Placement
 from d9d.module.block.moe import MoELayer
 from d9d.module.block.moe.all_to_all import check_expert_parallel
 from d9d.module.parallelism.replicate import distribute_with_leaves
+
+_NUM_SEEDS = 2**62
+"""Random seeds to choose from; with a rank added they still fit."""
 
 
 class ShardMoESparseExpertsParallel(ParallelStyle):
@@ -94,6 +98,87 @@ class ReplicatedParallel(ParallelStyle):
         # What torch's `parallelize_module` calls.
         _distribute_parameters(module, device_mesh, Replicate())
         return module
+
+
+class DropoutOfParts(ParallelStyle):
+    """Lets a dropout draw a mask of its own on each rank, of which each has other features or tokens.
+
+    [Note: random numbers of parts]
+    Tensor-parallel ranks draw the same random numbers, so that what all of them have is dropped alike. A dropout of parts
+    draws one number of this common stream, from which and its rank it seeds a generator for its mask. So the stream stays
+    common, and a layer that is computed again for its backward pass gets the same mask, as checkpoints restore the stream.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        # What torch's `parallelize_module` calls.
+        if not isinstance(module, nn.Dropout):
+            raise NotImplementedError(f"{type(self).__name__} is for nn.Dropout, not for a {type(module).__name__}.")
+        # The module itself, since nobody knows where else it is held.
+        module.__class__ = _DropoutOfParts
+        vars(module)["rank"] = device_mesh.get_local_rank()
+        return module
+
+
+class _DropoutOfParts(nn.Dropout):
+    """See [Note: random numbers of parts]."""
+
+    rank: int
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002  # the name of nn.Dropout
+        if not self.training or self.p == 0.0:
+            return input
+        common = int(torch.randint(_NUM_SEEDS, (), device="cpu"))  # of the host, so that no device is waited for
+        generator = torch.Generator(input.device)
+        generator.manual_seed(common + self.rank)
+        is_kept = torch.empty_like(input, dtype=torch.bool).bernoulli_(1.0 - self.p, generator=generator)
+        factor = is_kept.to(input.dtype) * (0.0 if self.p == 1.0 else 1.0 / (1.0 - self.p))
+        return input.mul_(factor) if self.inplace else input * factor
+
+
+class ToLocalParallel(ParallelStyle):
+    """Distributes the parameters of a module, whose code computes with their local tensors.
+
+    As under `parallelize_replicate`, ``module.weight`` is a plain tensor and ``module.parameters()`` yields DTensors. The local
+    gradient is what autograd gives for the local tensor; the gradient manager then sums it over the mesh dimensions of ranks
+    with different data along which the parameter is replicated, as all domains of a job say. What is not so is refused.
+
+    No communication: values must be equal on all ranks.
+
+    Args:
+        param_placement: `Shard` or `Replicate` for each dimension of the mesh.
+        grad_placement: What the local gradients are together, for each dimension of the mesh: `Partial` where a parameter is
+            replicated over ranks with different data, `Replicate` over ``tp``, whose ranks compute the same, and the
+            `Shard` of the parameter.
+    """
+
+    def __init__(self, param_placement: tuple[Placement, ...], grad_placement: tuple[Placement, ...]) -> None:
+        super().__init__()
+        self._param_placement = tuple(param_placement)
+        self._grad_placement = tuple(grad_placement)
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        # What torch's `parallelize_module` calls.
+        expected = tuple(
+            placement if isinstance(placement, Shard) else Replicate() if name == "tp" else Partial()
+            for name, placement in zip(self._names(device_mesh), self._param_placement, strict=False)
+        )
+        is_known = all(isinstance(placement, Shard | Replicate) for placement in self._param_placement)
+        if len(self._param_placement) != device_mesh.ndim or not is_known or self._grad_placement != expected:
+            raise ValueError(
+                f"parameters {self._param_placement} with gradients {self._grad_placement} over the mesh dimensions "
+                f"{device_mesh.mesh_dim_names}: give Shard or Replicate for each dimension, and gradients that are the same "
+                f"Shard, Partial where a parameter is replicated, and Replicate where it is so over 'tp': {expected}."
+            )
+
+        def distribute(parameter: nn.Parameter) -> DTensor:
+            return distribute_tensor(parameter.detach(), device_mesh, self._param_placement, src_data_rank=None)
+
+        distribute_with_leaves(module, distribute)
+        return module
+
+    @staticmethod
+    def _names(mesh: DeviceMesh) -> tuple[str, ...]:
+        return mesh.mesh_dim_names or ("",) * mesh.ndim
 
 
 class SinksParallel(ParallelStyle):

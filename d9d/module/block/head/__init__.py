@@ -13,6 +13,7 @@ from .pooling import (
     SequenceClassificationOutput,
     SequenceEmbeddingOutput,
     SequencePoolingHeadShared,
+    TokenMean,
 )
 
 __all__ = [
@@ -26,4 +27,5 @@ __all__ = [
     "SequencePoolingHeadShared",
     "SplitLanguageModellingHead",
     "TaskHead",
+    "TokenMean",
 ]

@@ -19,8 +19,8 @@ from .shared import SharedExpertParameters, SharedSwiGLU
 class MoELayer(nn.Module, ModuleLateInit):
     """Sends each token to K of E experts and sums their outputs, weighted by the router; maybe with a shared expert.
 
-    Counts how many of its tokens went to each expert in `tokens_per_expert` (``(E,)``, int64), until `reset_stats`. Layers that
-    are computed again for their backward pass count once.
+    Counts how many of its tokens went to each expert in `tokens_per_expert` (``(E,)``, int64), until `reset_stats`, without
+    those that a mask leaves out. Layers that are computed again for their backward pass count once.
 
     Args:
         hidden_dim: H.
@@ -66,7 +66,7 @@ class MoELayer(nn.Module, ModuleLateInit):
         )
         self.shared_expert = None if shared_expert is None else SharedSwiGLU(hidden_dim, shared_expert)
         self._communicator: ExpertCommunicationHandler = NoCommunicationHandler(num_grouped_experts)
-        self._router_losses: RouterLosses | None = None
+        self._router_losses = RouterLosses(RouterLossParameters())
         self.register_buffer("tokens_per_expert", torch.zeros(num_grouped_experts, dtype=torch.int64), persistent=False)
 
     @property
@@ -104,25 +104,51 @@ class MoELayer(nn.Module, ModuleLateInit):
 
         Args:
             params: Coefficients and scope; both coefficients 0 takes the losses away.
-            group: Ranks over which loads are counted; None for this one. See `RouterLosses`.
+            group: With the scope "microbatch", ranks over which loads are counted; see `RouterLosses`.
+
+        Raises:
+            ValueError: If there is a group with the scope "sequence".
         """
-        self._router_losses = RouterLosses(params, group) if params.load_balancing or params.z_loss else None
+        self._router_losses = self._router_losses.with_params(params, group)
+
+    def use_context_group(self, group: ProcessGroup) -> None:
+        """Count the loads of router losses over ranks with parts of the same sequences; `parallelize_context` calls it.
+
+        From then on all ranks of the group must call the layer together, if it has router losses.
+
+        Args:
+            group: The context-parallel ranks.
+        """
+        self._router_losses = self._router_losses.with_context_group(group)
 
     @torch.no_grad()
     def reset_stats(self) -> None:
         """Start to count tokens anew."""
         self.tokens_per_expert.zero_()
 
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden_states: torch.Tensor, token_mask: torch.Tensor | None = None) -> torch.Tensor:
         """Apply the experts.
 
         Shapes:
-            ``(..., H)`` to the same.
+            ``(..., H)`` to the same; mask ``(...)``.
+
+        Args:
+            hidden_states: Tokens.
+            token_mask: Nonzero for the tokens that count as load, and for the losses of the router: not for padding, nor for
+                microbatches without weight. None for all. Outputs do not depend on it.
+
+        Raises:
+            ValueError: If the mask has another shape than the tokens.
         """
+        if token_mask is not None and token_mask.shape != hidden_states.shape[:-1]:
+            raise ValueError(
+                f"token_mask has shape {tuple(token_mask.shape)}, but hidden states {tuple(hidden_states.shape)} are of "
+                f"{tuple(hidden_states.shape[:-1])} tokens. Pass one value per token."
+            )
         tokens = hidden_states.flatten(0, -2)  # (N, H)
         routing = self.router(tokens)
         if torch.compiler.is_compiling() or not _is_in_backward():
-            self._count(routing.selected_expert_indices)
+            self._count(routing.selected_expert_indices, token_mask)
         slots, probabilities, groups = self._communicator.dispatch(
             tokens, routing.selected_expert_indices, routing.selected_probabilities
         )
@@ -130,12 +156,13 @@ class MoELayer(nn.Module, ModuleLateInit):
         result = self._communicator.combine(outputs).view_as(hidden_states)
         if self.shared_expert is not None:
             result = result + self.shared_expert(hidden_states)
-        return result if self._router_losses is None else self._router_losses.attach(result, routing)
+        return self._router_losses.attach(result, routing, token_mask)
 
     @torch.no_grad()
-    def _count(self, expert_indices: torch.Tensor) -> None:
-        indices = expert_indices.flatten()
-        self.tokens_per_expert.scatter_add_(0, indices, torch.ones_like(indices))
+    def _count(self, expert_indices: torch.Tensor, token_mask: torch.Tensor | None) -> None:
+        ones = torch.ones_like(expert_indices)
+        counts = ones if token_mask is None else ones * (token_mask != 0).view(-1, 1)
+        self.tokens_per_expert.scatter_add_(0, expert_indices.flatten(), counts.flatten())
 
     def reset_parameters(self) -> None:
         """Initialise the router and all experts, and the counts to zero."""

@@ -10,6 +10,8 @@ from d9d.module.model.huggingface import (
     SWIGLU,
     DecoderMapping,
     ExpertsFormat,
+    exporting,
+    loading,
     map_experts,
     map_same_names,
 )
@@ -57,9 +59,16 @@ def _map_mixture(params: DeepSeekV3LayerParameters, experts_format: ExpertsForma
     )
 
 
-def _mapping(
-    params: DeepSeekV3Parameters, experts_format: ExpertsFormat, stage: PipelineStageInfo | None
+def _model(
+    params: DeepSeekV3Parameters, experts_format: ExpertsFormat, *, stage: PipelineStageInfo | None = None
 ) -> DecoderMapping:
+    """Describe a model without heads. See [Note: mappers of a family].
+
+    Args:
+        params: The whole model.
+        experts_format: How the files hold the experts.
+        stage: The pipeline stage that is loaded or exported; None for the whole model.
+    """
     every_layer = [map_same_names(*LAYER_NORMS), _map_attention(params.layer.q_lora_rank is not None)]
     dense = ModelStateMapperParallel([*every_layer, map_same_names(*SWIGLU)])
     mixture = ModelStateMapperParallel([*every_layer, _map_mixture(params.layer, experts_format)])
@@ -68,137 +77,60 @@ def _mapping(
     )
 
 
-def mapper_from_huggingface_deepseek_v3(
-    params: DeepSeekV3Parameters, experts_format: ExpertsFormat, *, stage: PipelineStageInfo | None = None
-) -> ModelStateMapper:
-    """Return the mapper from ``transformers.DeepseekV3Model`` to `DeepSeekV3Model`.
-
-    Args:
-        params: The whole model.
-        experts_format: How the files hold the experts.
-        stage: The pipeline stage that is loaded; None for the whole model.
-    """
-    return _mapping(params, experts_format, stage).backbone()
-
-
-def mapper_from_huggingface_deepseek_v3_for_causal_lm(
+def _model_with_head(
     params: DeepSeekV3Parameters,
     experts_format: ExpertsFormat,
     *,
     head_prefix: str = SINGLE_HEAD_PREFIX,
     stage: PipelineStageInfo | None = None,
-) -> ModelStateMapper:
-    """Return the mapper from ``transformers.DeepseekV3ForCausalLM`` to `DecoderForCausalLM`.
+) -> DecoderMapping:
+    """Describe a model with a head.
 
     Args:
         params: The whole model.
         experts_format: How the files hold the experts.
         head_prefix: What names of the head begin with; ``heads.<name>.`` in `DecoderWithHeads`.
-        stage: The pipeline stage that is loaded; None for the whole model.
+        stage: The pipeline stage that is loaded or exported; None for the whole model.
     """
-    return _mapping(params, experts_format, stage).causal_lm(head_prefix)
+    return _model(params, experts_format, stage=stage).with_head(head_prefix)
 
 
-def mapper_from_huggingface_deepseek_v3_for_classification(
-    params: DeepSeekV3Parameters,
-    experts_format: ExpertsFormat,
-    *,
-    head_prefix: str = SINGLE_HEAD_PREFIX,
-    stage: PipelineStageInfo | None = None,
-) -> ModelStateMapper:
-    """Return the mapper from ``transformers.DeepseekV3ForSequenceClassification`` to `DecoderForClassification`.
-
-    Args:
-        params: The whole model.
-        experts_format: How the files hold the experts.
-        head_prefix: What names of the head begin with; ``heads.<name>.`` in `DecoderWithHeads`.
-        stage: The pipeline stage that is loaded; None for the whole model.
-    """
-    return _mapping(params, experts_format, stage).classification(head_prefix)
-
-
-def mapper_from_huggingface_deepseek_v3_for_embedding(
+def _model_with_vectors(
     params: DeepSeekV3Parameters,
     experts_format: ExpertsFormat,
     *,
     embedding_dim: int | None = None,
-    stage: PipelineStageInfo | None = None,
-) -> ModelStateMapper:
-    """Return the mapper from ``transformers.DeepseekV3Model`` to `DecoderForEmbedding`.
-
-    Args:
-        params: The whole model.
-        experts_format: How the files hold the experts.
-        embedding_dim: If the head has a projection whose weights the files have too, its size. None leaves it out: a
-            new projection then is named in ``keep`` of `load_model_state`.
-        stage: The pipeline stage that is loaded; None for the whole model.
-    """
-    return _mapping(params, experts_format, stage).embedding(embedding_dim)
-
-
-def mapper_to_huggingface_deepseek_v3(
-    params: DeepSeekV3Parameters, experts_format: ExpertsFormat, *, stage: PipelineStageInfo | None = None
-) -> ModelStateMapper:
-    """Return the mapper from `DeepSeekV3Model` to ``transformers.DeepseekV3Model``.
-
-    Args:
-        params: The whole model.
-        experts_format: How the files hold the experts.
-        stage: The pipeline stage that is exported; None for the whole model.
-    """
-    return _mapping(params, experts_format, stage).backbone().inverse()
-
-
-def mapper_to_huggingface_deepseek_v3_for_causal_lm(
-    params: DeepSeekV3Parameters,
-    experts_format: ExpertsFormat,
-    *,
     head_prefix: str = SINGLE_HEAD_PREFIX,
     stage: PipelineStageInfo | None = None,
-) -> ModelStateMapper:
-    """Return the mapper from `DecoderForCausalLM` to ``transformers.DeepseekV3ForCausalLM``.
-
-    Args:
-        params: The whole model. Tied weights are written once.
-        experts_format: How the files hold the experts.
-        head_prefix: What names of the head begin with; ``heads.<name>.`` in `DecoderWithHeads`.
-        stage: The pipeline stage that is exported; None for the whole model.
-    """
-    return _mapping(params, experts_format, stage).causal_lm_to_huggingface(head_prefix)
-
-
-def mapper_to_huggingface_deepseek_v3_for_classification(
-    params: DeepSeekV3Parameters,
-    experts_format: ExpertsFormat,
-    *,
-    head_prefix: str = SINGLE_HEAD_PREFIX,
-    stage: PipelineStageInfo | None = None,
-) -> ModelStateMapper:
-    """Return the mapper from `DecoderForClassification` to ``transformers.DeepseekV3ForSequenceClassification``.
+) -> DecoderMapping:
+    """Describe a model with a head that gives vectors.
 
     Args:
         params: The whole model.
         experts_format: How the files hold the experts.
+        embedding_dim: If the head has a projection whose weights the files have too, or shall have, its size. In files it is
+            ``head.projection.weight``, which ``transformers`` does not expect and says so. None leaves it out: a new
+            projection then is named in ``keep`` of `load_model_state`.
         head_prefix: What names of the head begin with; ``heads.<name>.`` in `DecoderWithHeads`.
-        stage: The pipeline stage that is exported; None for the whole model.
+        stage: The pipeline stage that is loaded or exported; None for the whole model.
     """
-    return _mapping(params, experts_format, stage).classification(head_prefix).inverse()
+    return _model(params, experts_format, stage=stage).with_head(head_prefix, embedding_dim)
 
 
-def mapper_to_huggingface_deepseek_v3_for_embedding(
-    params: DeepSeekV3Parameters,
-    experts_format: ExpertsFormat,
-    *,
-    embedding_dim: int | None = None,
-    stage: PipelineStageInfo | None = None,
-) -> ModelStateMapper:
-    """Return the mapper from `DecoderForEmbedding` to ``transformers.DeepseekV3Model``.
+mapper_from_huggingface_deepseek_v3 = loading(_model, DecoderMapping.backbone)
+"""Return the mapper from ``transformers.DeepseekV3Model`` to `DeepSeekV3Model`."""
+mapper_from_huggingface_deepseek_v3_for_causal_lm = loading(_model_with_head, DecoderMapping.causal_lm)
+"""Return the mapper from ``transformers.DeepseekV3ForCausalLM`` to `DecoderForCausalLM`."""
+mapper_from_huggingface_deepseek_v3_for_classification = loading(_model_with_head, DecoderMapping.classification)
+"""Return the mapper from ``transformers.DeepseekV3ForSequenceClassification`` to `DecoderForClassification`."""
+mapper_from_huggingface_deepseek_v3_for_embedding = loading(_model_with_vectors, DecoderMapping.embedding)
+"""Return the mapper from ``transformers.DeepseekV3Model`` to `DecoderForEmbedding`."""
 
-    Args:
-        params: The whole model.
-        experts_format: How the files hold the experts.
-        embedding_dim: If the head has a projection, its size. Its weights are written under their own name, which
-            ``transformers`` does not expect and says so.
-        stage: The pipeline stage that is exported; None for the whole model.
-    """
-    return _mapping(params, experts_format, stage).embedding(embedding_dim).inverse()
+mapper_to_huggingface_deepseek_v3 = exporting(_model, DecoderMapping.backbone)
+"""Return the mapper from `DeepSeekV3Model` to ``transformers.DeepseekV3Model``."""
+mapper_to_huggingface_deepseek_v3_for_causal_lm = exporting(_model_with_head, DecoderMapping.causal_lm_tied_once)
+"""Return the mapper from `DecoderForCausalLM` to ``transformers.DeepseekV3ForCausalLM``. Tied weights are written once."""
+mapper_to_huggingface_deepseek_v3_for_classification = exporting(_model_with_head, DecoderMapping.classification)
+"""Return the mapper from `DecoderForClassification` to ``transformers.DeepseekV3ForSequenceClassification``."""
+mapper_to_huggingface_deepseek_v3_for_embedding = exporting(_model_with_vectors, DecoderMapping.embedding)
+"""Return the mapper from `DecoderForEmbedding` to ``transformers.DeepseekV3Model``."""

@@ -82,7 +82,7 @@ def parallelize_decoder(
     Raises:
         ValueError: If `stage` is another one than the model was built for, or heads, experts or the like can not be
             distributed evenly, with the degrees that can.
-        NotImplementedError: If the model keeps means of hidden states over tokens, and ranks have parts of these.
+        NotImplementedError: If the model keeps means of hidden states over tokens, and ranks of ``tp`` have parts of these.
     """
     backbone, heads = _parts_of(model)
     _check_stage(backbone, stage)
@@ -178,10 +178,10 @@ def _split_sequences(
     mesh = context_mesh(dist_context)
     if mesh.size() == 1:
         return
-    backbone.check_parts_of_sequences()
     # Not the model as a whole: a stage may have no layers.
-    for layer in backbone.decoder_layers:
-        parallelize_context(layer, mesh, method=method, order=order)
+    for part in (*backbone.decoder_layers, backbone.token_mean):
+        if part is not None:
+            parallelize_context(part, mesh, method=method, order=order)
 
 
 def _split_tied_head(

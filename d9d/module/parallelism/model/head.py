@@ -54,8 +54,8 @@ def parallelize_classification_head(
 ) -> None:
     """Shard or replicate a head, in place; ranks of ``tp`` all compute the same scores.
 
-    Under context parallelism it refuses to pool, since ranks have parts of the tokens. No communication. On one rank nothing
-    changes.
+    Under context parallelism it pools the tokens of whole sequences, see [Note: outputs of whole sequences]. No communication.
+    On one rank nothing changes.
 
     Args:
         head: Head to change; on the meta device or with values, which must be equal on all ranks.
@@ -71,8 +71,8 @@ def parallelize_embedding_head(
 ) -> None:
     """Shard or replicate a head, in place; ranks of ``tp`` all compute the same vectors.
 
-    Under context parallelism it refuses to pool, since ranks have parts of the tokens. No communication. On one rank nothing
-    changes.
+    Under context parallelism it pools the tokens of whole sequences, see [Note: outputs of whole sequences]. No communication.
+    On one rank nothing changes.
 
     Args:
         head: Head to change; on the meta device or with values, which must be equal on all ranks.

@@ -19,7 +19,9 @@ from d9d.module.model import (
     DecoderForCausalLM,
     DecoderForClassification,
     DecoderForEmbedding,
+    DecoderWithHeads,
     EmbeddingHeadConfig,
+    build_decoder_head,
 )
 from d9d.module.model.io import SequenceHeadShared, SequenceInput, SequenceShared
 from d9d.pipelining.api import PipelineStageInfo
@@ -259,3 +261,12 @@ def test_a_projection_to_vectors_keeps_its_name(name: str, tmp_path: Path):
     for tensor_name, tensor in first.state_dict().items():
         assert torch.equal(second.state_dict()[tensor_name], tensor), tensor_name
     assert second.state_dict()["head.projection.weight"].shape == (5, HIDDEN)
+    third = row.build(False)
+    several = DecoderWithHeads(third, {"vectors": build_decoder_head(config, backbone=third)}, WHOLE)
+    load = row.mapper(row.embedding.load, False, embedding_dim=5, head_prefix="heads.vectors")
+    load_model_state(tmp_path, load, "cpu", several, show_progress=False)
+    assert torch.equal(several.heads["vectors"].projection.weight, first.head.projection.weight)
+    (tmp_path / "again").mkdir()
+    export = row.mapper(row.embedding.export, False, embedding_dim=5, head_prefix="heads.vectors.")
+    save_model_state(tmp_path / "again", export, several, show_progress=False)
+    load_model_state(tmp_path / "again", load, "cpu", several, show_progress=False)

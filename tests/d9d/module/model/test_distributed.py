@@ -199,16 +199,38 @@ def test_parts_of_sequences(name: str, method: str):
 
 
 @pytest.mark.world_size(2)
-def test_what_needs_whole_sequences():
+def test_means_of_whole_sequences():
+    """Hidden states of layers, averaged over the tokens of two ranks; but not over parts of tensor-parallel ones."""
     context = DeviceMeshParameters(context_parallel_replicate=2).build()
-    kept = CATALOGUE["qwen3 dense"].build(False, mode="mean")
-    with pytest.raises(NotImplementedError, match=r"'mean' needs all tokens .* without sequence and context par"):
-        parallelize_decoder(context, kept, WHOLE)
-    split = several_heads()
+    split, single = (CATALOGUE["qwen3 dense"].build(False, mode="mean").double() for _ in range(2))
+    for model in (split, single):
+        randomize(model)
     parallelize_decoder(context, split, WHOLE)
-    pooled = SequencePoolingHeadShared(pooling_mask=torch.ones(2, 4))
-    with pytest.raises(NotImplementedError, match="ClassificationHead would pool the tokens of this rank only"):
-        split.heads["classes"](torch.zeros(2, 4, HIDDEN), pooled)
+    synchronizer = synchronized(split)
+    ids, cut = tokens(), SequenceSharding.of(context)
+    mask = (tokens(seed=1) > 10).long()
+    own, whole = (
+        SequenceShared(position_ids=positions.expand(len(ids), -1), hidden_states_agg_mask=part)
+        for positions, part in ((cut.position_ids(8), cut.shard(mask)), (torch.arange(8)[None], mask))
+    )
+    means = split(SequenceInput(input_ids=cut.shard(ids)), own).hidden_states_snapshot
+    expected = single(SequenceInput(input_ids=ids), whole).hidden_states_snapshot
+    torch.testing.assert_close(means, expected, **FP64)
+    (means.sin().sum() / cut.num_ranks).backward()
+    expected.sin().sum().backward()
+    synchronizer.wait()
+    expected_gradients = {name: gradient for name, gradient in named_full_gradients(single).items() if gradient.any()}
+    found = named_full_gradients(split)
+    assert_close_tree({name: found[name] for name in expected_gradients}, expected_gradients, **FP64)
+    assert len(expected_gradients) > 20
+
+
+@pytest.mark.world_size(2)
+def test_means_of_parts_are_refused():
+    kept = CATALOGUE["qwen3 dense"].build(False, mode="mean")
+    context = DeviceMeshParameters(tensor_parallel=2).build()
+    with pytest.raises(NotImplementedError, match=r"'mean' needs all tokens .* without sequence parallelism"):
+        parallelize_decoder(context, kept, WHOLE, sequence_parallel=True)
 
 
 @pytest.mark.exhaustive

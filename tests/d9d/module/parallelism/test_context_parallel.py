@@ -1,7 +1,9 @@
 """Attention over parts of sequences: outputs and all gradients of one process, whatever layers ask for."""
 
 import copy
+import dataclasses
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +22,7 @@ from d9d.module.block.attention.sdpa import (
     TorchSdpaBackendConfig,
     TorchSdpaBackendType,
 )
-from d9d.module.block.head import ClassificationHead, SequencePoolingHeadShared
+from d9d.module.block.head import ClassificationHead, EmbeddingHead, SequencePoolingHeadShared
 from d9d.module.block.positional import RotaryEmbeddingProvider, RotaryEmbeddingStyle
 from d9d.module.parallelism.api import (
     SequenceSharding,
@@ -356,21 +358,40 @@ def test_what_is_refused():
 
 
 @pytest.mark.world_size(2)
-def test_pooling():
-    """Outputs per token are right as they are, and `gather` makes them whole."""
+@pytest.mark.parametrize("head", [ClassificationHead(HIDDEN, 3, 0.0), EmbeddingHead(HIDDEN, 3, normalize=True)])
+def test_pooling(head: nn.Module):
+    """Each rank pools whole sequences; gradients are those of the mean of the ranks' losses."""
     mesh = cp_mesh(2)
-    model = nn.ModuleDict({"attention": attention("plain"), "head": ClassificationHead(HIDDEN, 3, 0.0).double()})
-    randomize(model)
-    parallelize_context(model, mesh)
+    split, single = copy.deepcopy(head).double(), copy.deepcopy(head).double()
+    for module in (split, single):
+        randomize(module)
+    parallelize_context(split, mesh)
     sharding = SequenceSharding.over(mesh)
-    states = random(BATCH, TOKENS, HIDDEN)
-    own = sharding.shard(states)
-    scores = model["head"](own, SequencePoolingHeadShared()).scores
-    torch.testing.assert_close(sharding.gather(scores).mean(1), states.mean(1) @ model["head"].score.weight.T, **FP64)
-    with pytest.raises(NotImplementedError, match=r"pool the tokens of this rank only.*SequenceSharding\.gather"):
-        model["head"](own, SequencePoolingHeadShared(pooling_mask=torch.ones(BATCH, TOKENS // 2)))
-    with pytest.raises(NotImplementedError, match="pool the tokens"):
-        model["head"](hidden_states=own, shared=SequencePoolingHeadShared(pooling_mask=torch.ones(BATCH, TOKENS // 2)))
+    states = random(BATCH, TOKENS, HIDDEN).requires_grad_()
+    own = sharding.shard(states).detach().requires_grad_()
+    mask = random(BATCH, TOKENS, seed=5) > 0.0
+    mask[0] = False  # a sequence without any token that counts
+    mask[1, : TOKENS // 4] = False
+    per_token = split(own, SequencePoolingHeadShared())
+    torch.testing.assert_close(
+        *(sharding.gather(each) for each in field_values(per_token)),
+        *field_values(single(states, SequencePoolingHeadShared())),
+        **FP64,
+    )
+    (pooled,) = field_values(copy.deepcopy(split)(own, SequencePoolingHeadShared(pooling_mask=sharding.shard(mask))))
+    (expected,) = field_values(single(states, SequencePoolingHeadShared(pooling_mask=mask)))
+    torch.testing.assert_close(pooled, expected, **FP64)
+    (split_pooled,) = field_values(split(own, SequencePoolingHeadShared(pooling_mask=sharding.shard(mask))))
+    (split_pooled.sin().sum() / 2).backward()
+    expected.sin().sum().backward()
+    torch.testing.assert_close(own.grad, sharding.shard(states.grad), **FP64)
+    for parameter, other in zip(split.parameters(), single.parameters(), strict=True):
+        dist.all_reduce(parameter.grad)
+        torch.testing.assert_close(parameter.grad, other.grad, **FP64)
+
+
+def field_values(output: Any) -> list[torch.Tensor]:
+    return [getattr(output, field.name) for field in dataclasses.fields(output)]
 
 
 @pytest.mark.world_size(2)

@@ -1,5 +1,6 @@
 """Pattern plans over the blocks of models: a step of one process, and what plans may not say."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -7,24 +8,32 @@ import torch
 from torch import nn
 
 from d9d.core.dist_context import DeviceMeshParameters
+from d9d.core.dist_ops import all_gather
+from d9d.core.protocol import MixesTokens
 from d9d.loop.component import GradientManager, TrackedModules
 from d9d.loop.component.tracked_modules import everything
 from d9d.loop.config import GradientManagerConfig
+from d9d.module.block.head import SequencePoolingHeadShared
+from d9d.module.model import ClassificationHeadConfig, DecoderForClassification
+from d9d.module.model.io import SequenceHeadShared, SequenceInput
+from d9d.module.parallelism.api import SequenceSharding
 from d9d.module.parallelism.explain import explain_plan, predict_layouts, read_layouts
 from d9d.module.parallelism.plan import ParallelPlan, resolve_plan
 from d9d.module.parallelism.plan_apply import parallelize_by_plan
-from tests.d9d.module.block.oracles import FP64
-from tests.d9d.module.model.catalogue import tokens
-from tests.d9d.module.model.test_distributed import causal_lm, losses_of
+from d9d.pipelining.api import StageBoundary
+from tests.d9d.module.block.oracles import FP64, randomize
+from tests.d9d.module.model.catalogue import CATALOGUE, HIDDEN, tokens
+from tests.d9d.module.model.test_distributed import causal_lm, losses_of, part_of_losses, sequence_of, synchronized
 from tests.harness.parity import assert_close_tree, named_full_gradients, named_full_parameters
 
-DENSE, MOE = "qwen3 dense", "qwen3 moe"
+DENSE, MOE, LATENT = "qwen3 dense", "qwen3 moe", "deepseek v3"
 BLOCKS = {
     "backbone.embed_tokens": "vocab",
     "backbone.layers.*.self_attn": "attention",
     "head": "vocab",
 }
 FFN, EXPERTS = {"backbone.layers.*.mlp": "ffn"}, {"backbone.layers.*.mlp": "expert"}
+FIRST_DENSE = {"backbone.layers.0.mlp": "ffn", "backbone.layers.1.mlp": "expert"}
 NORMS = {"backbone.layers.*.*_layernorm": "sequence", "backbone.norm": "sequence"}
 
 
@@ -97,8 +106,10 @@ def test_ids_that_no_rank_has_are_refused():
         (DENSE, {"backbone.layers.*": "shard", "head": "replicate"}, {"data_parallel_shard": 2}),
         (MOE, EXPERTS, {"data_parallel_replicate": 2, "expert_parallel": 2}),
         (DENSE, None, {"data_parallel_shard": 2}),
+        (LATENT, {**BLOCKS, **FIRST_DENSE}, {"tensor_parallel": 2}),
+        pytest.param(LATENT, {**BLOCKS, **FIRST_DENSE, **NORMS}, {"tensor_parallel": 2}, marks=pytest.mark.exhaustive),
     ],
-    ids=["sequence", "some shards", "experts", "default"],
+    ids=["sequence", "some shards", "experts", "default", "shared expert", "shared expert and sequence"],
 )
 def test_two_ranks(name: str, patterns: Any, degrees: dict[str, int]):
     check(name, patterns, **degrees)
@@ -115,12 +126,18 @@ def test_two_ranks(name: str, patterns: Any, degrees: dict[str, int]):
         ),
         pytest.param(
             DENSE,
+            {**BLOCKS, **FFN, "backbone.layers.*.self_attn": "attention_shared_kv"},
+            {"tensor_parallel": 4},
+            marks=pytest.mark.exhaustive,
+        ),
+        pytest.param(
+            DENSE,
             {**BLOCKS, **FFN},
             {"data_parallel_replicate": 2, "tensor_parallel": 2},
             marks=pytest.mark.exhaustive,
         ),
     ],
-    ids=["experts, sequence and shards", "replicas of split layers"],
+    ids=["experts, sequence and shards", "heads that ranks share", "replicas of split layers"],
 )
 def test_four_ranks(name: str, patterns: Any, degrees: dict[str, int]):
     check(name, patterns, **degrees)
@@ -141,11 +158,99 @@ def test_four_ranks(name: str, patterns: Any, degrees: dict[str, int]):
         (DENSE, {"backbone.layers.*.attention": "attention"}, {"tensor_parallel": 2}, r"nearest are .*self_attn"),
         (DENSE, None, {"tensor_parallel": 2}, r"self_attn \('attention'\), .*mlp \('ffn'\), head \('vocab'\)"),
         (MOE, None, {"data_parallel_shard": 2, "expert_parallel": 2}, r"nothing says which layers have experts"),
+        (
+            DENSE,
+            {**FFN, "backbone.layers.*.self_attn": "attention_shared_kv"},
+            {"tensor_parallel": 3},
+            r"Set tensor_parallel to one of 1, 2, 4\.$",
+        ),
+        (LATENT, {**BLOCKS, **FIRST_DENSE}, {"tensor_parallel": 3}, r"self_attn, which does not fit: 4 query heads"),
+        (
+            DENSE,
+            {"backbone.layers.0": "context"},
+            {"context_parallel_shard": 2},
+            r"but the tokens of backbone\.layers\.1\.self_attn\.sdpa would see those of their own",
+        ),
+        (
+            DENSE,
+            {"backbone": "context", "backbone.layers.*": "context"},
+            {"context_parallel_shard": 2},
+            r"backbone\.layers\.\{0-1\} are inside of others",
+        ),
     ],
 )
 def test_what_is_wrong_with_a_plan(name: str, patterns: Any, degrees: dict[str, int], message: str):
     with pytest.raises(ValueError, match=message):
         resolve_plan(causal_lm(name, False), plan_of(patterns), DeviceMeshParameters(**degrees))
+
+
+class Parts(nn.Module):
+    """A block of torch's layers with a dropout between those that are split."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.dropout, self.down = nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 4)
+
+
+@pytest.mark.world_size(2)
+def test_stages_hand_on_parts_of_the_tokens():
+    params = DeviceMeshParameters(tensor_parallel=2)
+    context, plan = params.build(), plan_of({**BLOCKS, **FFN, **NORMS})
+    split = causal_lm(DENSE, False)
+    parallelize_by_plan(split, context, plan)
+    spec = split.stage_transfer_spec(SequenceInput(input_ids=tokens(2, 8)), StageBoundary.outgoing)
+    assert spec.hidden_states.shape == (2, 4, HIDDEN)
+    kept = nn.ModuleDict({"backbone": CATALOGUE[DENSE].build(False, mode="mean"), "head": causal_lm(DENSE, False).head})
+    with pytest.raises(NotImplementedError, match="'mean' needs all tokens of a sequence on each rank"):
+        parallelize_by_plan(kept, context, plan)
+
+
+@pytest.mark.world_size(2)
+def test_words_for_dropout_and_heads_that_pool():
+    params = DeviceMeshParameters(tensor_parallel=2)
+    context = params.build()
+    block = Parts()
+    parallelize_by_plan(block, context, plan_of({"up": "colwise", "dropout": "dropout", "down": "rowwise"}))
+    torch.manual_seed(0)
+    assert not equal_on_all_ranks(block.dropout(torch.ones(64)))
+    backbone = CATALOGUE[DENSE].build(False)
+    model = DecoderForClassification(backbone, ClassificationHeadConfig(num_labels=3, dropout=0.5), backbone.stage)
+    randomize(model.double())
+    patterns = {**BLOCKS, **FFN, **NORMS}
+    with pytest.raises(
+        ValueError, match=r"head\.dropout would drop the same of each part.*do not: head\.score\.weight"
+    ):
+        resolve_plan(model, plan_of({key: word for key, word in patterns.items() if key != "head"}), params)
+    single = copy.deepcopy(model)
+    parallelize_by_plan(model, context, plan_of({**patterns, "head": "pooling"}))
+    ids = tokens()
+    shared = SequenceHeadShared(
+        sequence=sequence_of(ids), head=SequencePoolingHeadShared(pooling_mask=torch.ones_like(ids))
+    )
+    scores, expected = (each.eval()(SequenceInput(input_ids=ids), shared).scores for each in (model, single))
+    torch.testing.assert_close(scores, expected, **FP64)
+    synchronizer = synchronized(model)
+    for each in (scores, expected):
+        each.sin().sum().backward()
+    synchronizer.wait()
+    assert_close_tree(named_full_gradients(model), named_full_gradients(single), **FP64)
+
+
+def equal_on_all_ranks(tensor: torch.Tensor) -> bool:
+    return all(torch.equal(tensor, other) for other in all_gather(tensor, torch.distributed.group.WORLD))
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("word", ["context", "context_all_gather"])
+def test_attention_to_the_tokens_of_all_ranks(word: str):
+    params = DeviceMeshParameters(context_parallel_shard=2)
+    context = params.build()
+    split, single = causal_lm(MOE, False), causal_lm(MOE, False)
+    parallelize_by_plan(split, context, plan_of({"backbone": word}))
+    ids, cut = tokens(), SequenceSharding.of(context)
+    losses = part_of_losses(split, ids, cut)
+    torch.testing.assert_close(cut.gather(losses), losses_of(single, ids), **FP64)
+    assert {module.context_parallel_degree for module in split.modules() if isinstance(module, MixesTokens)} == {2}
 
 
 def test_words_from_a_file_are_explained(tmp_path):

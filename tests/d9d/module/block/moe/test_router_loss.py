@@ -5,15 +5,21 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
 
 from d9d.core.dist_context import BATCH_DOMAIN, DENSE_DOMAIN, EXPERT_DOMAIN, DeviceMeshParameters
-from d9d.core.side_loss import announce_loss
+from d9d.core.side_loss import LOSS_SCALE, announce_loss
 from d9d.loop.component.gradient_manager import GradientManager
 from d9d.loop.component.tracked_modules import TrackedModules, everything
 from d9d.loop.config import GradientManagerConfig
 from d9d.module.block.moe import MoELayer, RouterLossParameters
 from d9d.module.block.moe.router_loss import load_balancing_loss, router_z_loss
-from d9d.module.parallelism.api import parallelize_expert_parallel, parallelize_replicate
+from d9d.module.parallelism.api import (
+    SequenceSharding,
+    parallelize_context,
+    parallelize_expert_parallel,
+    parallelize_replicate,
+)
 from tests.d9d.module.block.oracles import FP64, EverythingInDouble, randomize
 from tests.harness.parity import assert_close_tree, named_full_gradients
 
@@ -83,15 +89,14 @@ def engine_gradient(degrees: dict[str, int], num_microbatches: int, params: Rout
     """Gradient of the router after a step whose own loss is 0, by the native loop's gradient manager."""
     context = DeviceMeshParameters(**degrees).build()
     layer = build()
-    group = None
+    layer.use_router_losses(params, context.data_group if params.scope == "microbatch" else None)
     x = samples()
     if context.is_distributed:
         parallelize_expert_parallel(layer, context.mesh_for(EXPERT_DOMAIN)["ep_replicate", "ep_shard"])
         batch = context.mesh_for(BATCH_DOMAIN)
-        group = batch["cp"].get_group() if params.scope == "sequence" else context.data_group
+        parallelize_context(layer, batch["cp"])
         x = x.chunk(batch["dp"].size(), 0)[batch.get_local_rank("dp")]
         x = x.chunk(batch["cp"].size(), 1)[batch.get_local_rank("cp")]
-    layer.use_router_losses(params, group)
     manager = GradientManager(context, TrackedModules(context, [layer], everything), GradientManagerConfig())
     microbatches = x.chunk(num_microbatches)
     with manager.install():
@@ -139,7 +144,7 @@ def test_loads_of_all_ranks():
 def test_a_sharded_model_and_a_copy():
     context = DeviceMeshParameters(data_parallel_replicate=2).build()
     layer = build()
-    layer.use_router_losses(PARAMS, dist.group.WORLD)
+    layer.use_router_losses(RouterLossParameters(load_balancing=COEFFICIENT, scope="microbatch"), dist.group.WORLD)
     twin = copy.deepcopy(layer)
     for module in (layer, twin):
         parallelize_replicate(module, context.mesh_for(DENSE_DOMAIN))
@@ -169,3 +174,96 @@ def test_no_tokens():
         for shape in ((0, 2), (2, 0)):
             announce_loss(layer(torch.empty(*shape, HIDDEN, dtype=torch.float64)).sum()).backward()
     assert not layer.router.gate.weight.grad.any()
+
+
+def padded(tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sequences of 2 tokens among 4, of which one pair is at the end, and one sequence of padding alone; what counts."""
+    x = torch.randn(SEQUENCES + 1, 4, HIDDEN, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    mask = torch.zeros(SEQUENCES + 1, 4, dtype=torch.int64)
+    for index, sequence in enumerate(tokens):
+        places = [2, 3] if index % 2 else [0, 1]
+        x[index, places] = sequence
+        mask[index, places] = 1
+    return x, mask
+
+
+@pytest.mark.parametrize("scope", ["sequence", "microbatch"])
+def test_padding_is_no_load(scope: str):
+    params = PARAMS.model_copy(update={"scope": scope})
+    layer, plain = build(), build()
+    layer.use_router_losses(params)
+    x, mask = padded(samples())
+    output = layer(x, mask)
+    assert torch.equal(output, plain(x))
+    announce_loss(0.0 * output.sum()).backward()
+    torch.testing.assert_close(layer.router.gate.weight.grad, expected_gradient(params), **FP64)
+    plain.reset_stats()
+    plain(samples())
+    assert torch.equal(layer.tokens_per_expert, plain.tokens_per_expert)
+    layer.zero_grad()
+    announce_loss(layer(x, torch.zeros_like(mask)).sum() * 0.0).backward()
+    assert not layer.router.gate.weight.grad.any()
+    with pytest.raises(ValueError, match=r"token_mask has shape \(4, 9\).* are of \(9, 4\) tokens"):
+        layer(x, mask.T)
+
+
+@pytest.mark.world_size(2)
+def test_parts_with_padding():
+    """Each rank has two of the four places of a sequence: of half of them all tokens, and of half of them none."""
+    context = DeviceMeshParameters(context_parallel_replicate=2).build()
+    layer = build()
+    layer.use_router_losses(PARAMS)
+    parallelize_context(layer, context.mesh_for(BATCH_DOMAIN)["cp"])
+    x, mask = (whole.chunk(2, 1)[dist.get_rank()] for whole in padded(samples()))
+    announce_loss(0.0 * layer(x, mask).sum()).backward()
+    gradient = layer.router.gate.weight.grad / 2  # parts of equal weight
+    dist.all_reduce(gradient)
+    torch.testing.assert_close(gradient, expected_gradient(PARAMS), **FP64)
+
+
+@pytest.mark.world_size(2)
+def test_parts_with_unequal_numbers_of_labels():
+    """The recipe of the docs: labels of whole sequences, over the number of ranks."""
+    context = DeviceMeshParameters(context_parallel_replicate=2).build()
+    x = torch.randn(SEQUENCES, 4, HIDDEN, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    is_label = torch.rand(SEQUENCES, 4, generator=torch.Generator().manual_seed(6)) < 0.6
+    is_label[:3, 2:] = False
+    cut = SequenceSharding.of(context)
+    assert len({int(cut_mask.sum()) for cut_mask in cut.parts(is_label, 1)}) == 2  # else the test shows nothing
+    split, single = build(), build()
+    for layer in (split, single):
+        layer.use_router_losses(PARAMS)
+    parallelize_context(split, context.mesh_for(BATCH_DOMAIN)["cp"])
+    parallelize_replicate(split, context.mesh_for(DENSE_DOMAIN))
+    manager = GradientManager(context, TrackedModules(context, [split], everything), GradientManagerConfig())
+    microbatches = list(zip(x.split(2), is_label.split(2), strict=True))
+    with manager.install():
+        manager.set_required_accumulations(len(microbatches))
+        for index, (tokens, labels) in enumerate(microbatches):
+            weight = labels.sum() / cut.num_ranks
+            loss = (split(cut.shard(tokens)).sin().sum(-1) * cut.shard(labels)).sum() / weight
+            start = manager.add_loss_with_weight(announce_loss(loss), weight)
+            manager.before_backward(0, is_last=index == len(microbatches) - 1, is_split=False)
+            start.backward()
+        manager.sync_and_scale()
+        for tokens, labels in microbatches:
+            loss = (single(tokens).sin().sum(-1) * labels).sum() / labels.sum()
+            (announce_loss(loss) * labels.sum() / is_label.sum()).backward()
+        assert_close_tree(named_full_gradients(split), named_full_gradients(single), **FP64)
+
+
+@pytest.mark.world_size(2)
+def test_loads_of_other_sequences_are_refused():
+    with pytest.raises(ValueError, match=r"scope 'sequence' are not counted over a group \(of 2 ranks\)"):
+        build().use_router_losses(PARAMS, dist.group.WORLD)
+
+
+def test_a_reentrant_checkpoint_awaits_the_scale(monkeypatch: pytest.MonkeyPatch):
+    """Before any loss was attached, the engines would not announce theirs."""
+    monkeypatch.setattr(LOSS_SCALE, "num_attached", 0)
+    layer = build()
+    layer.use_router_losses(PARAMS)
+    output = checkpoint(layer, samples().requires_grad_(), use_reentrant=True)
+    assert LOSS_SCALE.is_awaited
+    announce_loss(0.0 * output.sum()).backward()
+    torch.testing.assert_close(layer.router.gate.weight.grad, expected_gradient(PARAMS), **FP64)
