@@ -1,6 +1,7 @@
 """Steps of tiny models of the catalogue: by the engine on any mesh, and in plain PyTorch on one process."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -104,10 +105,15 @@ def moe_layers(model: nn.Module) -> list[MoELayer]:
     return [layer for layer in model.modules() if isinstance(layer, MoELayer)]
 
 
-def build_whole(name: str, dtype: torch.dtype) -> DecoderForCausalLM[Any]:
-    """The model on one process with its initial values, which no mesh changes."""
+def leave(model: nn.Module) -> None:
+    """Change nothing."""
+
+
+def build_whole(name: str, dtype: torch.dtype, prepare: Callable[[nn.Module], None] = leave) -> DecoderForCausalLM[Any]:
+    """The model on one process with its initial values, which no mesh changes; it may be changed before it has them."""
     with torch.device("meta"):
         model = build_stage(name, dtype, PipelineStageInfo(0, 1))
+        prepare(model)
     materialize_module(model, torch.device("cpu"), SEED)
     return model
 
@@ -116,9 +122,20 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=0.5, foreach=False)
 
 
-def run_plainly(name: str, dtype: torch.dtype, *, router_losses: bool = True) -> Run:
-    """Train on whole batches with plain PyTorch, by logits and its own cross entropy."""
-    model = build_whole(name, dtype)
+def run_plainly(
+    name: str,
+    dtype: torch.dtype,
+    *,
+    router_losses: bool = True,
+    prepare: Callable[[nn.Module], None] = leave,
+    change: Callable[[nn.Module], None] = leave,
+) -> Run:
+    """Train on whole batches with plain PyTorch, by logits and its own cross entropy.
+
+    `prepare` gets the model on the meta device, `change` when it has values.
+    """
+    model = build_whole(name, dtype, prepare)
+    change(model)
     if not router_losses:
         for layer in moe_layers(model):
             layer.use_router_losses(RouterLossParameters())
@@ -143,11 +160,11 @@ def run_plainly(name: str, dtype: torch.dtype, *, router_losses: bool = True) ->
 class EngineRun:
     """A model on a mesh."""
 
-    def __init__(self, name: str, dtype: torch.dtype, layout: Layout) -> None:
+    def __init__(self, name: str, dtype: torch.dtype, layout: Layout, provider: type[Provider] = Provider) -> None:
         self.context: DistributedContext = layout.mesh.build()
         schedule = TypeAdapter(AnyPipelineScheduleConfig).validate_python(SCHEDULES[layout.schedule])
         factory = ModelStageFactory(
-            Provider(name, dtype, layout),
+            provider(name, dtype, layout),
             self.context,
             ModelStageFactoryConfig(),
             PipeliningConfig(schedule=schedule),
@@ -199,9 +216,17 @@ class EngineRun:
         return self.manager.compute_global_loss().item()
 
 
-def run_engine(name: str, dtype: torch.dtype, layout: Layout) -> Run:
-    """Train in microbatches with the parts of the native loop."""
-    engine = EngineRun(name, dtype, layout)
+def run_engine(
+    name: str,
+    dtype: torch.dtype,
+    layout: Layout,
+    provider: type[Provider] = Provider,
+    change: Callable[[nn.Module], None] = leave,
+) -> Run:
+    """Train in microbatches with the parts of the native loop; `change` gets the stages when they have values."""
+    engine = EngineRun(name, dtype, layout, provider)
+    for module in engine.modules:
+        change(module)
     optimizers = [optimizer_of(module) for module in engine.modules]
     run = Run(losses=[], gradients={}, parameters={})
     with engine.manager.install():

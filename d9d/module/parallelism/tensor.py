@@ -1,6 +1,7 @@
 """Split single layers over the ranks of a tensor-parallel mesh, with torch's parallel styles."""
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -9,6 +10,15 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.parallel import parallelize_module as apply_style
 from torch.distributed.tensor.placement_types import Placement
+
+
+@runtime_checkable
+class SplitsItself(Protocol):
+    """A layer around one that a parallel style knows, such as a layer with an adapter, which has to be split with it."""
+
+    def split_over_ranks(self, style: ParallelStyle, mesh: DeviceMesh) -> None:
+        """Do what `parallelize_tensor` promises for the layer as a whole."""
+        ...
 
 
 def parallelize_tensor(module: nn.Module, style: ParallelStyle, mesh: DeviceMesh) -> None:
@@ -30,6 +40,9 @@ def parallelize_tensor(module: nn.Module, style: ParallelStyle, mesh: DeviceMesh
         raise ValueError(
             f"parallelize_tensor splits over one mesh dimension, got {mesh.mesh_dim_names}. Pass one of them."
         )
+    if isinstance(module, SplitsItself):
+        module.split_over_ranks(style, mesh)
+        return
     is_trained = {name: parameter.requires_grad for name, parameter in module.named_parameters()}
     apply_style(module, mesh, style, src_data_rank=None)
     for name, parameter in module.named_parameters():

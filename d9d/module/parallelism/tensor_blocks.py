@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 from torch.distributed.tensor.placement_types import Placement
 
-from d9d.module.block.attention import GroupedQueryAttention, MultiHeadLatentAttention
+from d9d.module.block.attention import GroupedQueryAttention, LowRankProjection, MultiHeadLatentAttention
 from d9d.module.block.attention.sdpa.parameters import AttentionSinks
 from d9d.module.block.embedding import SplitTokenEmbeddings
 from d9d.module.block.ffn import SwiGLU
@@ -116,12 +116,12 @@ def parallelize_tensor_latent_attention(
     check_tensor_parallel_heads(module.num_heads, module.num_heads, mesh.size())
     layout = _layout(sequence_parallel)
     shared: list[nn.Module] = [module.kv_down_proj, module.kv_norm]
-    of_heads = [module.kv_up_proj]
-    if isinstance(module.q_proj, nn.Linear):
-        of_heads.append(module.q_proj)
-    else:
+    of_heads: list[nn.Module] = [module.kv_up_proj]
+    if isinstance(module.q_proj, LowRankProjection):
         shared += [module.q_proj.down_proj, module.q_proj.norm]
         of_heads.append(module.q_proj.up_proj)
+    else:
+        of_heads.append(module.q_proj)
     for part in shared:
         parallelize_tensor(part, ReplicatedParallel(), mesh)
     for projection in of_heads:
