@@ -49,6 +49,21 @@ def test_the_data_settings_alone_will_do(tmp_path, capsys):
     assert list(ranks_of(capsys.readouterr().out)) == ["1", "2"]
 
 
+def test_the_number_of_samples_may_stand_in_the_config_or_nowhere(job, capsys):
+    words = ["data", "plan", str(job), "--dp", "1,2,4,8"]
+    assert main(words) == 1
+    text = capsys.readouterr().out
+    assert "epoch    floor(N / 12) steps" in text
+    assert ranks_of(text)["2"].split() == ["3", "30"]
+    job.write_text(JOB.replace("{global", "{num_samples: 100, global"))
+    assert main(words) == 1
+    assert "run      5 steps, 0.625 epochs" in capsys.readouterr().out
+    job.write_text(JOB.replace("{global", "{num_samples: 11, global"))
+    with pytest.raises(SystemExit):
+        main(words)
+    assert "11 samples, fewer than one global batch" in capsys.readouterr().err
+
+
 def test_ranks_that_do_not_fit_are_told_and_mended(job, capsys):
     assert plan(job, "--dp", "2,4") == 1
     rows = ranks_of(capsys.readouterr().out)

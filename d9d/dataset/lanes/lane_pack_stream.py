@@ -72,10 +72,9 @@ class ElasticLaneStream(MicrobatchPackStream):
         """Tell that any number of ranks can resume the state: its keys are lanes, not ranks."""
         return True
 
-    @property
-    def global_batch_size(self) -> int | None:
-        """Number of elements of the next step over all ranks."""
-        return self._plan.schedule.global_batch_size(self._num_steps)
+    def num_samples_of(self, num_steps: int) -> int:
+        """Return how many elements the first steps of the run hold over all ranks."""
+        return self._plan.num_samples_of(num_steps)
 
     @property
     def total_steps(self) -> int | None:

@@ -154,10 +154,9 @@ class ElasticMapStream(MicrobatchPackStream):
         """Tell that the state is the same on every rank."""
         return True
 
-    @property
-    def global_batch_size(self) -> int | None:
-        """Number of samples of the next step over all ranks."""
-        return self._place.plan.schedule.global_batch_size(self._place.num_steps)
+    def num_samples_of(self, num_steps: int) -> int:
+        """Return how many samples the first steps of the run hold over all ranks."""
+        return self._place.plan.num_samples_of(num_steps)
 
     @property
     def needs_main_thread(self) -> bool:

@@ -28,13 +28,20 @@ from d9d.dataset.sharded import ShardIndexingMode, dataset_length
 from d9d.internals.model_states import failing_together
 from d9d.loop.control import DataProvider, InitializeDataProviderContext
 
-__all__ = ["AutoDataConfig", "AutoDataProvider", "DatasetFactory", "build_data_plan", "rank_problems"]
+__all__ = [
+    "ANY_NUM_SAMPLES",
+    "AutoDataConfig",
+    "AutoDataProvider",
+    "DatasetFactory",
+    "build_data_plan",
+    "rank_problems",
+]
 
 # `Any`: samples are of whatever type the dataset yields and the collate function takes.
 DatasetFactory: TypeAlias = Callable[[DistributedContext], Dataset[Any]]
 """Builds the dataset. Called once on every rank; all of them must build the same one."""
 
-_ANY_NUM_SAMPLES = 2**40
+ANY_NUM_SAMPLES = 2**40
 """Stands for the size of a dataset that is not known yet, where it does not matter."""
 
 
@@ -62,6 +69,14 @@ class AutoDataConfig(BaseModel):
         description=(
             "Passes over the data until the stream ends. Default 1: a job that asks for more steps fails when the data "
             "ends. null: go on for ever; set schedule.total_steps then."
+        ),
+    )
+    num_samples: int | None = Field(
+        default=None,
+        ge=1,
+        description=(
+            "Samples of the dataset. Default: its length. A dataset of another length is refused, and `python -m d9d data "
+            "plan` can show numbers without it."
         ),
     )
     drop_last: bool = Field(
@@ -129,7 +144,7 @@ class AutoDataConfig(BaseModel):
     def _check_sizes_and_workers(self) -> Self:
         problems: list[str] = []
         try:
-            build_data_plan(self, _ANY_NUM_SAMPLES)
+            build_data_plan(self, self.num_samples or ANY_NUM_SAMPLES)
         except ValueError as error:
             problems.append(str(error).rstrip("."))
         if (
@@ -192,7 +207,7 @@ def rank_problems(config: AutoDataConfig, dp_size: int) -> list[str]:
         for size in (config.global_batch_size, *config.global_batch_ramp.values())
         for problem in global_batch_problems(dp_size, size, config.microbatch_size)
     ]
-    return problems or build_data_plan(config, _ANY_NUM_SAMPLES).dp_problems(dp_size)
+    return problems or build_data_plan(config, ANY_NUM_SAMPLES).dp_problems(dp_size)
 
 
 class AutoDataProvider(DataProvider):
@@ -238,7 +253,10 @@ class AutoDataProvider(DataProvider):
             raise ValueError(" ".join(problems))
         with failing_together(dist_context):
             dataset = self._dataset_factory(dist_context)
-            plan = build_data_plan(config, dataset_length(dataset))
+            num_samples = dataset_length(dataset)
+            if config.num_samples not in (None, num_samples):
+                raise ValueError(f"the dataset has {num_samples} samples, but num_samples says {config.num_samples}.")
+            plan = build_data_plan(config, num_samples)
         seeds_generators = config.seeds_generators
         stream = ElasticMapStream(
             dataset,  # pyright: ignore[reportArgumentType]  # has a length: `dataset_length` has asked for it
