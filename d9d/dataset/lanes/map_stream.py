@@ -13,7 +13,12 @@ from torch.utils.data import DataLoader, Sampler
 
 from d9d.core.protocol import MicrobatchPackStream
 from d9d.core.types import CollateFn, MicrobatchPack
-from d9d.dataset.lanes.generators import KeptGenerators, may_seed_generators
+from d9d.dataset.lanes.generators import (
+    KeptGenerators,
+    may_seed_generators,
+    seed_generators,
+    seed_torch_generator,
+)
 from d9d.dataset.lanes.microbatch_loading import (
     AttachWeights,
     MicrobatchLoader,
@@ -88,9 +93,9 @@ class ElasticMapStream(MicrobatchPackStream):
     [Note: random numbers within samples]
     A dataset that takes seeds (`SeededDataset`) gets one for each sample that follows from the seed of the plan and the
     position. Besides, the global CPU generators of PyTorch, NumPy and Python are seeded with that of its first position
-    before each microbatch is loaded and collated. In the process that trains (num_workers 0), that begins with the first
-    pack that draws, which is loaded twice, and the generators are put back after each pack, so that training does not
-    notice. That works on the main thread only, which may draw from them at any moment: such a stream asks to be read there
+    before each microbatch is loaded and collated. In the process that trains (num_workers 0), those of NumPy and Python are
+    seeded from the first pack on that draws from them, which is loaded twice, and all are put back after each pack, so that
+    training does not notice. That works on the main thread only, which may draw from them at any moment: such a stream asks to be read there
     (`needs_main_thread`), and a thread that reads it leaves the generators alone.
 
     In the short last step of an epoch (`Tail.short`), packs may hold an `IdleMicrobatch`. See [Note: short steps].
@@ -137,11 +142,10 @@ class ElasticMapStream(MicrobatchPackStream):
         self._disturbs_generators = options.num_workers == 0 and seeds_generators
         self._generators = KeptGenerators()
         self._worker_seeds = torch.Generator()
+        seed_all_or_none = seed_generators if seeds_generators else None
         # See [Note: seeding only what draws].
-        seeds_from_start = seeds_generators and not self._disturbs_generators
-        self._loader = MicrobatchLoader(
-            dataset, collate_fn, plan.order, SampleSeeds(plan.seed), attach_weights, seeds_from_start
-        )
+        seed = seed_torch_generator if self._disturbs_generators else seed_all_or_none
+        self._loader = MicrobatchLoader(dataset, collate_fn, plan.order, SampleSeeds(plan.seed), attach_weights, seed)
         self._microbatches = _build_loader(self._loader, self._place, options, self._worker_seeds)
 
     @property
@@ -204,15 +208,16 @@ class ElasticMapStream(MicrobatchPackStream):
         """Load a pack in the process that trains, and return what the next one comes from.
 
         [Note: seeding only what draws]
-        Seeding for each microbatch takes longer than loading small samples, most of which draw no random numbers. So loading
-        begins without, and watches the generators. A pack that has drawn is dropped and loaded once more with seeds, and so
-        is everything after it: what comes out is the same as with seeds from the start.
+        Seeding NumPy and Python for each microbatch takes longer than loading small samples, most of which draw no random
+        numbers. So loading begins without, and watches these generators. A pack that has drawn from them is dropped and loaded
+        once more with seeds, and so is everything after it: what comes out is the same as with seeds from the start. PyTorch's
+        generator is seeded fast, and always: one may ask for its seed (`torch.initial_seed`), which leaves no trace.
         """
         loader = self._loader
         with self._generators:
             pack = self._load_pack(microbatches, step)
-            if not loader.seeds_generators and self._generators.have_changed():
-                loader.seeds_generators = True
+            if loader.seed_generators is seed_torch_generator and self._generators.numpy_or_python_has_changed():
+                loader.seed_generators = seed_generators
                 microbatches = iter(self._microbatches)
                 pack = self._load_pack(microbatches, step)
         return pack, microbatches

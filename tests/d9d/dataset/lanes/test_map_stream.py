@@ -543,9 +543,18 @@ class RareNoise(Numbers):
 
 
 @pytest.mark.parametrize(
-    "draw", [random.random, np.random.randn, lambda: torch.rand(()).item()], ids=["py", "np", "torch"]
+    ("draw", "num_loaded_twice"),
+    [
+        # The first pack draws, and is loaded twice.
+        (random.random, 8),
+        (np.random.randn, 8),
+        (lambda: torch.rand(()).item(), 0),
+        (torch.initial_seed, 0),
+        (lambda: np.random.default_rng(torch.initial_seed()).random(), 0),
+    ],
+    ids=["py", "np", "torch", "seed", "np by the seed"],
 )
-def test_samples_that_seldom_draw_are_seeded_as_well(draw):
+def test_samples_that_seldom_draw_are_seeded_as_well(draw, num_loaded_twice):
     built = plan(40, shuffle=False)
     # Loader processes seed from the start.
     expected = over_ranks(built, 1, dataset=RareNoise(40, draw), workers=1)
@@ -556,8 +565,8 @@ def test_samples_that_seldom_draw_are_seeded_as_well(draw):
     assert over_ranks(built, 1, dataset=dataset) == expected
     after = (torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1:3])
     assert str(after) == str(before)
-    # The first pack draws, and is loaded twice.
-    assert dataset.num_loaded == 40 + 8
+    assert torch.initial_seed() == 0
+    assert dataset.num_loaded == 40 + num_loaded_twice
     # A resumed stream finds out at another place.
     for position in (2, 3):
         resumed = stream(built, RareNoise(40, draw))
