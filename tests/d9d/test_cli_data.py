@@ -26,7 +26,7 @@ def plan(path: Path, *words: str, num_samples: int = 100) -> int:
 
 
 def ranks_of(text: str) -> dict[str, str]:
-    table = text[text.index("ranks ") : text.index("\n\nfirst samples")].splitlines()[1:]
+    table = text[text.index("ranks ") :].partition("\n\n")[0].splitlines()[1:]
     return {line.split()[0]: line.partition(" ")[2].strip() for line in table}
 
 

@@ -108,6 +108,7 @@ class ElasticMapStream(MicrobatchPackStream):
         dp_rank: Index of this rank among them. Ranks that differ in other dimensions of the mesh only share one.
         loader: How to load.
         fingerprint: Of the dataset (`dataset_fingerprint`), compared at a resume; empty to leave it out.
+        recipe: How the dataset makes its samples of others, such as the weights of a mixture; compared at a resume.
         attach_weights: Puts the weights of samples into microbatches, such as `add_weights`; needed for `Tail.pad`.
         seeds_generators: Whether to seed the global generators for each microbatch. Where neither dataset nor collate
             function draw from them, turning it off lets other threads read the stream.
@@ -127,6 +128,7 @@ class ElasticMapStream(MicrobatchPackStream):
         dp_rank: int,
         loader: LoaderOptions | None = None,
         fingerprint: str = "",
+        recipe: str = "",
         attach_weights: AttachWeights | None = None,
         seeds_generators: bool = True,
     ) -> None:
@@ -137,6 +139,7 @@ class ElasticMapStream(MicrobatchPackStream):
         self._configured_plan = plan
         self._place = _Place(plan, dp_size, dp_rank)
         self._fingerprint = fingerprint
+        self._recipe = recipe
         self._iteration = 0
         options = loader or LoaderOptions()
         self._disturbs_generators = options.num_workers == 0 and seeds_generators
@@ -241,7 +244,8 @@ class ElasticMapStream(MicrobatchPackStream):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last pack that was handed out; the same on all ranks."""
-        state: dict[str, Any] = LaneState.of(self._place.plan, self._place.num_steps, self._fingerprint).to_dict()
+        place = self._place
+        state: dict[str, Any] = LaneState.of(place.plan, place.num_steps, self._fingerprint, self._recipe).to_dict()
         if isinstance(self._dataset, Stateful):
             state[_DATASET_KEY] = self._dataset.state_dict()
         return state
@@ -255,7 +259,7 @@ class ElasticMapStream(MicrobatchPackStream):
             ValueError: The position would mean other samples now; names each value that differs.
         """
         saved = LaneState.from_dict(state_dict)
-        check_resume(saved, LaneState.of(self._configured_plan, 0, self._fingerprint))
+        check_resume(saved, LaneState.of(self._configured_plan, 0, self._fingerprint, self._recipe))
         plan = self._configured_plan.resumed_from(saved.schedule, saved.num_steps)
         if isinstance(self._dataset, Stateful):
             self._dataset.load_state_dict(state_dict[_DATASET_KEY])

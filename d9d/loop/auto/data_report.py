@@ -10,7 +10,6 @@ from d9d.loop.component.job_schedule import too_many_steps
 
 __all__ = ["describe_data"]
 
-_UNKNOWN = "N (give num_samples in the config or --num-samples to see numbers)"
 _ANY_NUM_STEPS = 2**40
 _NUM_FIRST_STEPS = 2
 _NUM_SHOWN_MICROBATCHES = 4
@@ -24,7 +23,8 @@ def describe_data(
 
     Args:
         config: Settings of the data.
-        num_samples: Samples of the dataset; None if their number is not known, and formulas shall stand for it.
+        num_samples: Samples of the dataset; None if their number is not known, and formulas shall stand for it. It does not
+            matter for mixtures and packed sequences, which have no end.
         dp_sizes: Numbers of data-parallel ranks to look at.
         total_steps: Steps of the job; None for as many as the data has.
 
@@ -32,15 +32,15 @@ def describe_data(
         ValueError: Config and dataset do not fit together, or the job wants more steps than there are.
     """
     plan = build_data_plan(config, ANY_NUM_SAMPLES if num_samples is None else num_samples)
-    available = None if num_samples is None else plan.total_steps
+    is_known = num_samples is not None and not (config.mixture or config.packing)
+    available = plan.total_steps if is_known else None
     if total_steps is not None and available is not None and total_steps > available:
         raise ValueError(too_many_steps(total_steps, available))
     num_steps = available if total_steps is None else total_steps
-    is_known = num_samples is not None
     sections = [
         _totals(config, plan, num_steps, is_known=is_known),
         _ranks(config, plan, dp_sizes, num_steps, is_known=is_known),
-        _first_samples(plan, num_steps) if is_known else "first samples, by microbatch\nneed the number of samples",
+        *([_first_samples(plan, num_steps)] if is_known else []),
     ]
     return "\n\n".join(sections)
 
@@ -50,9 +50,9 @@ def _totals(config: AutoDataConfig, plan: DataPlan, num_steps: int | None, *, is
     order = f"shuffled anew in each epoch (seed {plan.seed})" if plan.shuffle else "in the order of the dataset"
     ramp = "".join(f", {point}" for point in plan.schedule.ramp[1:])
     rows = {
-        "samples": f"{plan.num_samples if is_known else _UNKNOWN}, {order}",
+        "samples": f"{plan.num_samples if is_known else _samples_of_unknown(config)}, {order}",
         "step": f"{size} samples in {size // plan.microbatch_size} microbatches of {plan.microbatch_size}{ramp}",
-        "epoch": _epoch(plan) if is_known else _epoch_of_unknown(plan),
+        "epoch": _epoch(plan) if is_known else _epoch_of_unknown(config, plan),
         "run": _run(plan, num_steps) if is_known else _run_of_unknown(config, plan, num_steps),
         "lanes": f"{plan.num_lanes}: starts and resumes on {listed(plan.valid_dp_sizes)} data-parallel ranks",
     }
@@ -80,8 +80,21 @@ def _epoch(plan: DataPlan) -> str:
             return f"{steps}, {short}; no padding"
 
 
-def _epoch_of_unknown(plan: DataPlan) -> str:
+def _samples_of_unknown(config: AutoDataConfig) -> str:
+    total = sum(config.mixture.values())
+    shares = " and ".join(f"{weight} of {total} from {name}" for name, weight in sorted(config.mixture.items()))
+    if config.packing is not None:
+        sequences = f"sequences of {config.packing.num_tokens} tokens ({config.packing.kind}) out of documents"
+        return f"{sequences}, {shares}" if shares else sequences
+    return shares or "N (give num_samples in the config or --num-samples to see numbers)"
+
+
+def _epoch_of_unknown(config: AutoDataConfig, plan: DataPlan) -> str:
     """Return the text of `_epoch` for N samples."""
+    if config.packing is not None:
+        return "as many sequences as its documents make"
+    if config.mixture:
+        return "each dataset goes through epochs of its own"
     size = plan.schedule.global_batch_size(0)
     match plan.tail:
         case Tail.wrap:
@@ -102,6 +115,8 @@ def _run(plan: DataPlan, num_steps: int | None) -> str:
 
 
 def _run_of_unknown(config: AutoDataConfig, plan: DataPlan, num_steps: int | None) -> str:
+    if num_steps is not None and (config.mixture or config.packing):
+        return f"{num_steps} steps"
     if num_steps is not None:
         num_positions = plan.schedule.consumed(num_steps)
         of_epoch = {Tail.drop: "floor(N / {0}) * {0}", Tail.wrap: "N"}.get(plan.tail, "ceil(N / {0}) * {0}")

@@ -38,7 +38,7 @@ class PeerAgreement:
         if digest is None and config.period_steps != StepActionSpecial.disable:
             raise ValueError(
                 f"data_agreement.period_steps ({config.period_steps}) needs a data stream that knows which samples it reads "
-                "(SampleDigestStream), such as that of AutoDataProvider. Set it to disable."
+                "(SampleDigestStream), such as that of AutoDataProvider without packing. Set it to disable."
             )
         self._digest: Callable[[int], int] | None = digest
         self._schedule = schedule

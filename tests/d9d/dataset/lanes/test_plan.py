@@ -75,6 +75,7 @@ def test_a_short_step_is_dealt_out_evenly(dp_size, num_microbatches, by_rank):
     assert built.step_samples(1).tolist() == [[8, 9], [10, 11], [12, -1]]
 
 
+@settings(deadline=None)
 @given(
     num_samples=st.integers(1, 40),
     tail=st.sampled_from([PAD, SHORT]),

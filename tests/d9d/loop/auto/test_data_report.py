@@ -128,8 +128,24 @@ def test_what_is_said_of_other_runs(changes, total_steps, lines):
 )
 def test_what_is_said_without_the_number_of_samples(changes, total_steps, lines):
     text = describe_data(config(**changes), None, [1, 2, 3], total_steps)
-    for line in [*lines, "(3 * 2 = 6). Use 6 or 12.", "need the number of samples"]:
+    for line in [*lines, "(3 * 2 = 6). Use 6 or 12."]:
         assert line in text, text
+    assert "first samples" not in text
+
+
+ENDLESS = {"tail": "wrap", "num_epochs": None}
+
+
+@pytest.mark.parametrize("num_samples", [None, 21])
+def test_mixtures_and_packed_sequences_have_no_number(num_samples):
+    text = describe_data(config(**ENDLESS, mixture={"web": 3, "code": 1}), num_samples, [2], 6)
+    assert text.startswith("samples  1 of 4 from code and 3 of 4 from web, in the order of the dataset\n")
+    assert "epoch    each dataset goes through epochs of its own\nrun      6 steps\n" in text
+    assert text.endswith("2        2                       24")
+    packed = config(**ENDLESS, packing={"kind": "wrap", "num_tokens": 64})
+    text = describe_data(packed, num_samples, [2])
+    assert text.startswith("samples  sequences of 64 tokens (wrap) out of documents, in the order of the dataset\n")
+    assert "run      no end: set schedule.total_steps" in text
 
 
 def test_more_steps_than_there_are_are_refused():
