@@ -10,11 +10,13 @@ HELP = """Shows, without data or model, what a job reads: steps, epochs, lanes, 
 start and resume on, samples per rank, padding, and the first samples.
 
 CONFIG is the YAML file of the job, with the settings of AutoDataProvider under `data` (or only these). Its mesh and
-schedule.total_steps count, if it has them.
+schedule.total_steps count, if it has them. The number of samples is data.num_samples, or that of --num-samples; without
+either, formulas stand for what follows from it.
 
 The exit status is 0, or 1 if the job cannot run on one of the --dp.
 
-  python -m d9d data plan config.yaml --num-samples 65536 --dp 1,2,4,8"""
+  python -m d9d data plan config.yaml --dp 1,2,4,8
+  python -m d9d data plan config.yaml --dp 1,2,4,8 --num-samples 65536"""
 
 _LOOPS = ("trainer", "inference")
 
@@ -23,7 +25,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the words after ``python -m d9d data``."""
     parser.add_argument("action", choices=["plan"], help="what to show")
     parser.add_argument("config", type=Path, metavar="CONFIG", help="config file of the job")
-    parser.add_argument("--num-samples", type=int, required=True, metavar="N", help="samples of the dataset")
+    parser.add_argument(
+        "--num-samples", type=int, metavar="N", help="samples of the dataset (default: num_samples of the config)"
+    )
     parser.add_argument(
         "--dp",
         type=_sizes,
@@ -54,7 +58,7 @@ def describe(args: argparse.Namespace) -> tuple[str, bool]:
 
     from d9d.core.dist_context import DeviceMeshParameters
     from d9d.dataset.lanes.plan import MAX_LISTED
-    from d9d.loop.auto.data import AutoDataConfig, build_data_plan, rank_problems
+    from d9d.loop.auto.data import ANY_NUM_SAMPLES, AutoDataConfig, build_data_plan, rank_problems
     from d9d.loop.auto.data_report import describe_data
 
     try:
@@ -69,10 +73,12 @@ def describe(args: argparse.Namespace) -> tuple[str, bool]:
     except ValidationError as error:
         problems = (f"{'.'.join(map(str, each['loc'])) or 'data'}: {each['msg']}" for each in error.errors())
         raise ValueError(f"{args.config}: " + "; ".join(problems)) from error
-    valid = build_data_plan(config, args.num_samples).valid_dp_sizes[-MAX_LISTED:]
+    num_samples = config.num_samples if args.num_samples is None else args.num_samples
+    any_plan = build_data_plan(config, ANY_NUM_SAMPLES if num_samples is None else num_samples)
+    valid = any_plan.valid_dp_sizes[-MAX_LISTED:]
     own = set[int]() if mesh is None else {mesh.data_parallel}
     dp_sizes: list[int] = args.dp or sorted(own.union(valid))
-    text = describe_data(config, args.num_samples, dp_sizes, _total_steps(document))
+    text = describe_data(config, num_samples, dp_sizes, _total_steps(document))
     return text, any(rank_problems(config, dp_size) for dp_size in dp_sizes)
 
 

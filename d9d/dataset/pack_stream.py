@@ -14,16 +14,16 @@ from d9d.core.types import MicrobatchPack
 __all__ = [
     "CollectiveStateStream",
     "FixedCountMicrobatchPacker",
-    "GlobalBatchStream",
     "MainThreadStream",
     "PinMemoryMicrobatchPackStream",
     "RankInvariantStream",
+    "SampleCountStream",
     "SampleDigestStream",
     "WrappingStream",
-    "global_batch_size_of",
     "has_rank_invariant_state",
     "needs_main_thread",
     "num_microbatches_for_global_batch",
+    "sample_count_of",
     "sample_digest_of",
     "state_is_collective",
 ]
@@ -78,18 +78,17 @@ def state_is_collective(stream: object) -> bool:
 
 
 @runtime_checkable
-class GlobalBatchStream(Protocol):
-    """Describes a stream that may know how many samples its steps hold."""
+class SampleCountStream(Protocol):
+    """Describes a stream that knows, without reading, how many samples its steps hold."""
 
-    @property
-    def global_batch_size(self) -> int | None:
-        """Return the number of samples of a full step over all ranks, or None if it is not known."""
+    def num_samples_of(self, num_steps: int) -> int:
+        """Return the number of samples of the first steps of the run over all ranks."""
         ...
 
 
-def global_batch_size_of(stream: object) -> int | None:
-    """Return the number of samples of a full step over all ranks, or None if the stream does not know it."""
-    return next((layer.global_batch_size for layer in _layers(stream) if isinstance(layer, GlobalBatchStream)), None)
+def sample_count_of(stream: object) -> Callable[[int], int] | None:
+    """Return what tells the number of samples of the first steps of the run, or None if the stream does not know it."""
+    return next((layer.num_samples_of for layer in _layers(stream) if isinstance(layer, SampleCountStream)), None)
 
 
 @runtime_checkable

@@ -116,7 +116,7 @@ class DataPrefetchConfig(BaseModel):
 
 
 class DataAgreementConfig(BaseModel):
-    """Sets when pipeline, context-parallel and tensor-parallel peers compare which samples they read."""
+    """Sets when pipeline, context-parallel and tensor-parallel peers compare which sample numbers they ask for."""
 
     model_config = ConfigDict(extra="forbid")
 

@@ -26,7 +26,7 @@ def plan(path: Path, *words: str, num_samples: int = 100) -> int:
 
 
 def ranks_of(text: str) -> dict[str, str]:
-    table = text[text.index("ranks ") : text.index("\n\nfirst samples")].splitlines()[1:]
+    table = text[text.index("ranks ") :].partition("\n\n")[0].splitlines()[1:]
     return {line.split()[0]: line.partition(" ")[2].strip() for line in table}
 
 
@@ -47,6 +47,21 @@ def test_the_data_settings_alone_will_do(tmp_path, capsys):
     path.write_text("{global_batch_size: 4, microbatch_size: 2, num_workers: 0}")
     assert plan(path) == 0
     assert list(ranks_of(capsys.readouterr().out)) == ["1", "2"]
+
+
+def test_the_number_of_samples_may_stand_in_the_config_or_nowhere(job, capsys):
+    words = ["data", "plan", str(job), "--dp", "1,2,4,8"]
+    assert main(words) == 1
+    text = capsys.readouterr().out
+    assert "epoch    floor(N / 12) steps" in text
+    assert ranks_of(text)["2"].split() == ["3", "30"]
+    job.write_text(JOB.replace("{global", "{num_samples: 100, global"))
+    assert main(words) == 1
+    assert "run      5 steps, 0.625 epochs" in capsys.readouterr().out
+    job.write_text(JOB.replace("{global", "{num_samples: 11, global"))
+    with pytest.raises(SystemExit):
+        main(words)
+    assert "11 samples, fewer than one global batch" in capsys.readouterr().err
 
 
 def test_ranks_that_do_not_fit_are_told_and_mended(job, capsys):

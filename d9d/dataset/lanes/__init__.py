@@ -2,7 +2,7 @@
 
 from d9d.dataset.lanes.fingerprint import FingerprintedDataset, dataset_fingerprint
 from d9d.dataset.lanes.lane_pack_stream import ElasticLaneStream
-from d9d.dataset.lanes.lane_stream import FixedStateLaneStream, LaneRecords, LaneStates, LaneStream
+from d9d.dataset.lanes.lane_stream import LaneRecords, LaneStream
 from d9d.dataset.lanes.map_stream import ElasticMapStream, LoaderOptions
 from d9d.dataset.lanes.microbatch_loading import AttachWeights, BatchedDataset, MicrobatchRequest, add_weights
 from d9d.dataset.lanes.mixture import LaneMixture, MixtureDataset, MixtureSchedule
@@ -26,11 +26,9 @@ __all__ = [
     "ElasticLaneStream",
     "ElasticMapStream",
     "FingerprintedDataset",
-    "FixedStateLaneStream",
     "LaneMixture",
     "LaneRecords",
     "LaneState",
-    "LaneStates",
     "LaneStream",
     "LoaderOptions",
     "MapDataset",

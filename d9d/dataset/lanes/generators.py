@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch.utils.data import get_worker_info
 
-__all__ = ["KeptGenerators", "may_seed_generators", "seed_generators"]
+__all__ = ["KeptGenerators", "may_seed_generators", "seed_generators", "seed_torch_generator"]
 
 _NUM_NUMPY_SEEDS = 2**32
 _MT19937_BYTES = 624 * 4 + 4
@@ -22,10 +22,15 @@ def may_seed_generators() -> bool:
     return get_worker_info() is not None or threading.current_thread() is threading.main_thread()
 
 
+def seed_torch_generator(seed: int) -> None:
+    """Seed the global CPU generator of PyTorch; takes about 1 microsecond. `torch.initial_seed` returns the seed then."""
+    # The generator's own method: `torch.manual_seed` would reach for accelerators too.
+    torch.default_generator.manual_seed(seed)
+
+
 def seed_generators(seed: int) -> None:
     """Seed the global CPU generators of PyTorch, NumPy and Python; takes about 7 microseconds."""
-    # The generator's own method takes 1 microsecond; `torch.manual_seed` would reach for accelerators too.
-    torch.default_generator.manual_seed(seed)
+    seed_torch_generator(seed)
     np.random.seed(seed % _NUM_NUMPY_SEEDS)
     random.seed(seed)
 
@@ -52,14 +57,9 @@ class KeptGenerators:
         self._numpy_before = bytes(self._numpy_memory)
         return self
 
-    def have_changed(self) -> bool:
-        """Tell, within the block, whether it has drawn from a global generator or seeded one."""
-        return (
-            bytes(self._numpy_memory) != self._numpy_before
-            # Faster than `torch.equal`.
-            or torch.default_generator.get_state().numpy().tobytes() != self._torch_before.numpy().tobytes()
-            or random.getstate() != self._python_before
-        )
+    def numpy_or_python_has_changed(self) -> bool:
+        """Tell, within the block, whether it has drawn from the global generator of NumPy or Python, or seeded it."""
+        return bytes(self._numpy_memory) != self._numpy_before or random.getstate() != self._python_before
 
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None

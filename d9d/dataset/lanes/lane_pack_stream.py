@@ -7,9 +7,11 @@ from typing import Any
 
 from d9d.core.protocol import MicrobatchPackStream
 from d9d.core.types import CollateFn, MicrobatchPack
+from d9d.dataset.lanes.generators import KeptGenerators, may_seed_generators, seed_generators
 from d9d.dataset.lanes.lane_stream import LaneStream
 from d9d.dataset.lanes.order import Tail
 from d9d.dataset.lanes.plan import DataPlan
+from d9d.dataset.lanes.sample_loading import SampleSeeds
 from d9d.dataset.lanes.state import LaneState, check_resume
 
 __all__ = ["ElasticLaneStream"]
@@ -37,6 +39,9 @@ class ElasticLaneStream(MicrobatchPackStream):
         dp_rank: Index of this rank among them.
         total_steps: Number of packs until the stream ends; None for no end.
         fingerprint: Of the dataset, compared at a resume; empty to leave it out.
+        recipe: How lanes make their elements of samples, such as sizes of packers; compared at a resume.
+        seeds_generators: Whether lanes seed the global generators (`LaneRecords`): then the stream asks to be read on the
+            main thread, seeds them for the collate function, too, and puts them back after each pack.
 
     Raises:
         ValueError: The plan cannot be followed; names all problems.
@@ -52,6 +57,8 @@ class ElasticLaneStream(MicrobatchPackStream):
         dp_rank: int,
         total_steps: int | None = None,
         fingerprint: str = "",
+        recipe: str = "",
+        seeds_generators: bool = False,
     ) -> None:
         problems = _problems(plan, dp_size, dp_rank)
         if problems:
@@ -64,6 +71,10 @@ class ElasticLaneStream(MicrobatchPackStream):
         self._plan = plan
         self._total_steps = total_steps
         self._fingerprint = fingerprint
+        self._recipe = recipe
+        self._seeds_generators = seeds_generators
+        self._seeds = SampleSeeds(plan.seed)
+        self._generators = KeptGenerators()
         self._num_steps = 0
         self._iteration = 0
 
@@ -73,9 +84,13 @@ class ElasticLaneStream(MicrobatchPackStream):
         return True
 
     @property
-    def global_batch_size(self) -> int | None:
-        """Number of elements of the next step over all ranks."""
-        return self._plan.schedule.global_batch_size(self._num_steps)
+    def needs_main_thread(self) -> bool:
+        """Tell whether loading seeds the global generators of this process."""
+        return self._seeds_generators
+
+    def num_samples_of(self, num_steps: int) -> int:
+        """Return how many elements the first steps of the run hold over all ranks."""
+        return self._plan.num_samples_of(num_steps)
 
     @property
     def total_steps(self) -> int | None:
@@ -96,24 +111,31 @@ class ElasticLaneStream(MicrobatchPackStream):
     def _draw_whole_pack(self, step: int) -> MicrobatchPack[Any]:
         before = self._lane_states()
         try:
-            return self._draw_pack(step)
+            if not (self._seeds_generators and may_seed_generators()):
+                return self._draw_pack(step)
+            with self._generators:
+                return self._draw_pack(step)
         except BaseException:
             # Some lanes are ahead now, and a state that is saved after the failure must not be.
             self._load_lane_states(before)
             raise
 
     def _draw_pack(self, step: int) -> MicrobatchPack[Any]:
-        per_lane = self._plan.num_microbatches(step, self._plan.num_lanes)
-        size = self._plan.microbatch_size
-        return tuple(
-            self._collate_fn([next(stream) for _ in range(size)])
-            for stream in self._lanes.values()
-            for _ in range(per_lane)
-        )
+        plan, size = self._plan, self._plan.microbatch_size
+        seeds = self._seeds_generators and may_seed_generators()
+        pack: list[Any] = []
+        for lane, stream in self._lanes.items():
+            for start in plan.microbatch_starts(step, plan.num_lanes, lane):
+                elements = [next(stream) for _ in range(size)]
+                if seeds:
+                    # Whatever has been loaded for these elements: packers keep some, and load them again after a resume.
+                    seed_generators(self._seeds.at(start))
+                pack.append(self._collate_fn(elements))
+        return tuple(pack)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last pack, and the state of each lane of this rank as JSON text."""
-        state: dict[str, Any] = LaneState.of(self._plan, self._num_steps, self._fingerprint).to_dict()
+        state: dict[str, Any] = LaneState.of(self._plan, self._num_steps, self._fingerprint, self._recipe).to_dict()
         state[LANES_KEY] = self._lane_states()
         return state
 
@@ -131,7 +153,7 @@ class ElasticLaneStream(MicrobatchPackStream):
             ValueError: The position would mean other elements now, or a lane of this rank is not there.
         """
         saved = LaneState.from_dict(state_dict)
-        own = LaneState.of(self._configured_plan, 0, self._fingerprint)
+        own = LaneState.of(self._configured_plan, 0, self._fingerprint, self._recipe)
         check_resume(saved, own, lanes_hold_state=True)
         states: dict[str, str] = state_dict[LANES_KEY]
         missing = [lane for lane in self._lanes if str(lane) not in states]

@@ -1,18 +1,13 @@
-"""Streams that keep a state in each lane, such as packing: what they promise, read from, and how their states travel."""
+"""Streams that keep a state in each lane, such as packing: what they promise, and what they read from."""
 
-import dataclasses
-from collections.abc import Sequence
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeVar
 
-import torch
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
-
+from d9d.dataset.lanes.generators import may_seed_generators
 from d9d.dataset.lanes.order import Tail
 from d9d.dataset.lanes.plan import DataPlan
 from d9d.dataset.lanes.sample_loading import MapDataset, SampleError, SampleSeeds, load_sample
 
-__all__ = ["FixedStateLaneStream", "LaneRecords", "LaneStates", "LaneStream"]
+__all__ = ["LaneRecords", "LaneStream"]
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -34,19 +29,6 @@ class LaneStream(Protocol[T_co]):
         ...
 
 
-@runtime_checkable
-class FixedStateLaneStream(Protocol):
-    """Describes a stream whose state is a number of integers that never changes."""
-
-    def state_vector(self) -> Sequence[int]:
-        """Return the position after the last element."""
-        ...
-
-    def load_state_vector(self, values: Sequence[int]) -> None:
-        """Continue after a position that `state_vector` returned."""
-        ...
-
-
 class LaneRecords:
     """Loads the records of one lane: record q of lane l is the sample at position q * L + l of the order.
 
@@ -56,12 +38,14 @@ class LaneRecords:
         dataset: Map-style dataset.
         plan: Order, seed and number of lanes; its tail must be `Tail.wrap`.
         lane: Index of the lane.
+        seeds_generators: Seed the global generators before each record, where that disturbs no other thread. They are left
+            where loading leaves them; `ElasticLaneStream` puts them back.
 
     Raises:
         ValueError: The tail is another one, or there is no such lane.
     """
 
-    def __init__(self, dataset: MapDataset, plan: DataPlan, lane: int) -> None:
+    def __init__(self, dataset: MapDataset, plan: DataPlan, lane: int, *, seeds_generators: bool = False) -> None:
         if plan.tail is not Tail.wrap:
             raise ValueError(
                 f"lanes with a state read epochs without end: they need tail 'wrap', not {plan.tail.value!r}."
@@ -73,100 +57,22 @@ class LaneRecords:
         self._seeds = SampleSeeds(plan.seed)
         self._lane = lane
         self._num_lanes = plan.num_lanes
+        self._seeds_generators = seeds_generators
 
     # `Any`: samples are of any type.
     def __call__(self, number: int) -> Any:  # noqa: ANN401
-        """Load a record. Datasets that take seeds (`SeededDataset`) get one; global generators are left alone.
+        """Load a record. Datasets that take seeds (`SeededDataset`) get one.
 
         Raises:
             SampleError: The dataset raised; names sample and position.
         """
         position = number * self._num_lanes + self._lane
         index = self._order.sample(position)
+        seeds = self._seeds_generators and may_seed_generators()
         try:
-            return load_sample(self._dataset, index, self._seeds.at(position), seeds_generators=False)
+            return load_sample(self._dataset, index, self._seeds.at(position), seeds_generators=seeds)
         except Exception as error:
             raise SampleError(
                 f"sample {index} of the dataset (position {position} of the run, record {number} of lane {self._lane}) "
                 f"could not be loaded: {error!r}"
             ) from error
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class LaneStates:
-    """Holds the states of a rank's lanes as rows of one table of all lanes.
-
-    Attributes:
-        num_lanes: Lanes of all ranks, L.
-        first_lane: First lane of this rank.
-        rows: int64 of shape (lanes of this rank, values per lane).
-    """
-
-    num_lanes: int
-    first_lane: int
-    rows: torch.Tensor
-
-    @classmethod
-    def of(cls, streams: Sequence[FixedStateLaneStream], num_lanes: int, first_lane: int) -> "LaneStates":
-        """Collect the states of a rank's lanes.
-
-        Args:
-            streams: Streams of neighbouring lanes, at least one.
-            num_lanes: Lanes of all ranks.
-            first_lane: Lane of the first stream.
-
-        Raises:
-            ValueError: The states are of different lengths, or the lanes are not all there.
-        """
-        vectors = [list(stream.state_vector()) for stream in streams]
-        widths = sorted({len(vector) for vector in vectors})
-        if len(widths) != 1:
-            raise ValueError(f"the states of the lanes must be of one length, not {widths}.")
-        if not 0 <= first_lane <= num_lanes - len(vectors):
-            raise ValueError(f"lanes {first_lane} to {first_lane + len(vectors) - 1} are not all below {num_lanes}.")
-        return cls(num_lanes=num_lanes, first_lane=first_lane, rows=torch.tensor(vectors, dtype=torch.int64))
-
-    def load_into(self, streams: Sequence[FixedStateLaneStream]) -> None:
-        """Move the streams of this rank's lanes to their states.
-
-        Raises:
-            ValueError: There are not as many streams as rows.
-        """
-        if len(streams) != len(self.rows):
-            raise ValueError(f"{len(self.rows)} states do not fit {len(streams)} streams.")
-        for stream, values in zip(streams, self.rows.tolist(), strict=True):
-            stream.load_state_vector(values)
-
-    def as_dtensor(self, mesh: DeviceMesh, dp_axes: Sequence[str]) -> DTensor:
-        """Return the table of all lanes, sharded over the data-parallel axes and replicated over the others.
-
-        A distributed checkpoint then saves each row once and loads it for any number of ranks. Communicates nothing.
-
-        Shapes:
-            Result (L, values per lane), int64, `Shard(0)` over `dp_axes`.
-
-        Args:
-            mesh: Mesh whose axes are named.
-            dp_axes: Axes that divide the lanes, outermost first, as in the data-parallel rank.
-
-        Raises:
-            ValueError: The mesh lacks an axis, or does not divide the lanes as this rank holds them.
-        """
-        names = mesh.mesh_dim_names or ()
-        missing = [axis for axis in dp_axes if axis not in names]
-        if missing:
-            raise ValueError(f"the mesh has no axes {missing}; it has {list(names)}.")
-        num_ranks, rank = 1, 0
-        for axis in dp_axes:
-            size = mesh[axis].size()
-            num_ranks, rank = num_ranks * size, rank * size + mesh.get_local_rank(axis)
-        if len(self.rows) * num_ranks != self.num_lanes or self.first_lane != rank * len(self.rows):
-            raise ValueError(
-                f"{list(dp_axes)} give this rank part {rank} of {num_ranks} of {self.num_lanes} lanes, but it holds "
-                f"{len(self.rows)} from lane {self.first_lane} on."
-            )
-        placements: list[Placement] = [Shard(0) if name in dp_axes else Replicate() for name in names]
-        shape = torch.Size((self.num_lanes, self.rows.shape[1]))
-        return DTensor.from_local(
-            self.rows, mesh, placements, run_check=False, shape=shape, stride=(self.rows.shape[1], 1)
-        )

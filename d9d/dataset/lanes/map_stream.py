@@ -13,7 +13,12 @@ from torch.utils.data import DataLoader, Sampler
 
 from d9d.core.protocol import MicrobatchPackStream
 from d9d.core.types import CollateFn, MicrobatchPack
-from d9d.dataset.lanes.generators import KeptGenerators, may_seed_generators
+from d9d.dataset.lanes.generators import (
+    KeptGenerators,
+    may_seed_generators,
+    seed_generators,
+    seed_torch_generator,
+)
 from d9d.dataset.lanes.microbatch_loading import (
     AttachWeights,
     MicrobatchLoader,
@@ -88,9 +93,9 @@ class ElasticMapStream(MicrobatchPackStream):
     [Note: random numbers within samples]
     A dataset that takes seeds (`SeededDataset`) gets one for each sample that follows from the seed of the plan and the
     position. Besides, the global CPU generators of PyTorch, NumPy and Python are seeded with that of its first position
-    before each microbatch is loaded and collated. In the process that trains (num_workers 0), that begins with the first
-    pack that draws, which is loaded twice, and the generators are put back after each pack, so that training does not
-    notice. That works on the main thread only, which may draw from them at any moment: such a stream asks to be read there
+    before each microbatch is loaded and collated. In the process that trains (num_workers 0), those of NumPy and Python are
+    seeded from the first pack on that draws from them, which is loaded twice, and all are put back after each pack, so that
+    training does not notice. That works on the main thread only, which may draw from them at any moment: such a stream asks to be read there
     (`needs_main_thread`), and a thread that reads it leaves the generators alone.
 
     In the short last step of an epoch (`Tail.short`), packs may hold an `IdleMicrobatch`. See [Note: short steps].
@@ -103,6 +108,7 @@ class ElasticMapStream(MicrobatchPackStream):
         dp_rank: Index of this rank among them. Ranks that differ in other dimensions of the mesh only share one.
         loader: How to load.
         fingerprint: Of the dataset (`dataset_fingerprint`), compared at a resume; empty to leave it out.
+        recipe: How the dataset makes its samples of others, such as the weights of a mixture; compared at a resume.
         attach_weights: Puts the weights of samples into microbatches, such as `add_weights`; needed for `Tail.pad`.
         seeds_generators: Whether to seed the global generators for each microbatch. Where neither dataset nor collate
             function draw from them, turning it off lets other threads read the stream.
@@ -122,6 +128,7 @@ class ElasticMapStream(MicrobatchPackStream):
         dp_rank: int,
         loader: LoaderOptions | None = None,
         fingerprint: str = "",
+        recipe: str = "",
         attach_weights: AttachWeights | None = None,
         seeds_generators: bool = True,
     ) -> None:
@@ -132,16 +139,16 @@ class ElasticMapStream(MicrobatchPackStream):
         self._configured_plan = plan
         self._place = _Place(plan, dp_size, dp_rank)
         self._fingerprint = fingerprint
+        self._recipe = recipe
         self._iteration = 0
         options = loader or LoaderOptions()
         self._disturbs_generators = options.num_workers == 0 and seeds_generators
         self._generators = KeptGenerators()
         self._worker_seeds = torch.Generator()
+        seed_all_or_none = seed_generators if seeds_generators else None
         # See [Note: seeding only what draws].
-        seeds_from_start = seeds_generators and not self._disturbs_generators
-        self._loader = MicrobatchLoader(
-            dataset, collate_fn, plan.order, SampleSeeds(plan.seed), attach_weights, seeds_from_start
-        )
+        seed = seed_torch_generator if self._disturbs_generators else seed_all_or_none
+        self._loader = MicrobatchLoader(dataset, collate_fn, plan.order, SampleSeeds(plan.seed), attach_weights, seed)
         self._microbatches = _build_loader(self._loader, self._place, options, self._worker_seeds)
 
     @property
@@ -154,10 +161,9 @@ class ElasticMapStream(MicrobatchPackStream):
         """Tell that the state is the same on every rank."""
         return True
 
-    @property
-    def global_batch_size(self) -> int | None:
-        """Number of samples of the next step over all ranks."""
-        return self._place.plan.schedule.global_batch_size(self._place.num_steps)
+    def num_samples_of(self, num_steps: int) -> int:
+        """Return how many samples the first steps of the run hold over all ranks."""
+        return self._place.plan.num_samples_of(num_steps)
 
     @property
     def needs_main_thread(self) -> bool:
@@ -205,15 +211,16 @@ class ElasticMapStream(MicrobatchPackStream):
         """Load a pack in the process that trains, and return what the next one comes from.
 
         [Note: seeding only what draws]
-        Seeding for each microbatch takes longer than loading small samples, most of which draw no random numbers. So loading
-        begins without, and watches the generators. A pack that has drawn is dropped and loaded once more with seeds, and so
-        is everything after it: what comes out is the same as with seeds from the start.
+        Seeding NumPy and Python for each microbatch takes longer than loading small samples, most of which draw no random
+        numbers. So loading begins without, and watches these generators. A pack that has drawn from them is dropped and loaded
+        once more with seeds, and so is everything after it: what comes out is the same as with seeds from the start. PyTorch's
+        generator is seeded fast, and always: one may ask for its seed (`torch.initial_seed`), which leaves no trace.
         """
         loader = self._loader
         with self._generators:
             pack = self._load_pack(microbatches, step)
-            if not loader.seeds_generators and self._generators.have_changed():
-                loader.seeds_generators = True
+            if loader.seed_generators is seed_torch_generator and self._generators.numpy_or_python_has_changed():
+                loader.seed_generators = seed_generators
                 microbatches = iter(self._microbatches)
                 pack = self._load_pack(microbatches, step)
         return pack, microbatches
@@ -237,7 +244,8 @@ class ElasticMapStream(MicrobatchPackStream):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last pack that was handed out; the same on all ranks."""
-        state: dict[str, Any] = LaneState.of(self._place.plan, self._place.num_steps, self._fingerprint).to_dict()
+        place = self._place
+        state: dict[str, Any] = LaneState.of(place.plan, place.num_steps, self._fingerprint, self._recipe).to_dict()
         if isinstance(self._dataset, Stateful):
             state[_DATASET_KEY] = self._dataset.state_dict()
         return state
@@ -251,7 +259,7 @@ class ElasticMapStream(MicrobatchPackStream):
             ValueError: The position would mean other samples now; names each value that differs.
         """
         saved = LaneState.from_dict(state_dict)
-        check_resume(saved, LaneState.of(self._configured_plan, 0, self._fingerprint))
+        check_resume(saved, LaneState.of(self._configured_plan, 0, self._fingerprint, self._recipe))
         plan = self._configured_plan.resumed_from(saved.schedule, saved.num_steps)
         if isinstance(self._dataset, Stateful):
             self._dataset.load_state_dict(state_dict[_DATASET_KEY])

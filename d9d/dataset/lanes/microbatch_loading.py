@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import Dataset
 
 from d9d.core.types import CollateFn, IdleMicrobatch
-from d9d.dataset.lanes.generators import may_seed_generators, seed_generators
+from d9d.dataset.lanes.generators import may_seed_generators
 from d9d.dataset.lanes.order import SampleOrder
 from d9d.dataset.lanes.sample_loading import (
     MapDataset,
@@ -106,7 +106,8 @@ class MicrobatchLoader(Dataset[Any]):
         order: Tells the weight at each position.
         seeds: Seed of each position.
         attach_weights: Puts the weights of samples into microbatches, or None to leave them out.
-        seeds_generators: Whether to seed the global generators for each microbatch.
+        seed_generators: Seeds global generators before each microbatch, with a number from 0 to 2**63 - 1; None to leave
+            them alone.
     """
 
     def __init__(
@@ -116,7 +117,7 @@ class MicrobatchLoader(Dataset[Any]):
         order: SampleOrder,
         seeds: SampleSeeds,
         attach_weights: AttachWeights | None,
-        seeds_generators: bool,
+        seed_generators: Callable[[int], None] | None,
     ) -> None:
         # Looked up once: asking a protocol takes longer than loading many a sample.
         self._seeded = dataset if isinstance(dataset, SeededDataset) else None
@@ -126,12 +127,12 @@ class MicrobatchLoader(Dataset[Any]):
         self._order = order
         self._seeds = seeds
         self._attach_weights = attach_weights
-        self.seeds_generators = seeds_generators
+        self.seed_generators = seed_generators
         """May be changed in the process that loads."""
 
     def __getitem__(self, request: MicrobatchRequest) -> Any:  # noqa: ANN401 - see `AttachWeights`
-        if self.seeds_generators and may_seed_generators():
-            seed_generators(self._seeds.at(request.start))
+        if self.seed_generators is not None and may_seed_generators():
+            self.seed_generators(self._seeds.at(request.start))
         samples = self._load_samples(request)
         try:
             microbatch = self._collate_fn(samples)

@@ -154,6 +154,25 @@ class DataPlan:
         first = self.schedule.start(step) + dp_rank * per_rank
         return range(first, first + per_rank, self.microbatch_size)
 
+    def num_short_steps(self, num_steps: int) -> int:
+        """Return how many of the first steps of the run are short. See [Note: short steps]."""
+        if not self.order.num_in_short_step:
+            return 0
+        size = self.schedule.global_batch_size(0)
+        per_epoch = self.order.epoch_length // size
+        stretches = self.schedule.stretches(num_steps)
+        firsts = [stretch.first_position // size for stretch in stretches]
+        ends = [first + stretch.num_steps for first, stretch in zip(firsts, stretches, strict=True)]
+        return sum(end // per_epoch - first // per_epoch for first, end in zip(firsts, ends, strict=True))
+
+    def num_samples_of(self, num_steps: int) -> int:
+        """Return how many samples the first steps of the run read over all ranks, padding included."""
+        of_whole_steps = sum(
+            stretch.num_steps * stretch.global_batch_size for stretch in self.schedule.stretches(num_steps)
+        )
+        missing = self.schedule.global_batch_size(0) - self.order.num_in_short_step
+        return of_whole_steps - self.num_short_steps(num_steps) * missing
+
     def num_read(self, step: int, dp_size: int, dp_rank: int) -> int:
         """Return how many samples a rank reads in a step, idle microbatches left out. Earlier ranks never read less."""
         starts = self.microbatch_starts(step, dp_size, dp_rank)

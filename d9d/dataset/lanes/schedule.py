@@ -9,7 +9,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from typing import NamedTuple, Self
 
-__all__ = ["BatchSchedule", "RampPoint", "StepRange"]
+__all__ = ["BatchSchedule", "RampPoint", "StepRange", "Stretch"]
 
 
 class RampPoint(NamedTuple):
@@ -40,8 +40,16 @@ class StepRange(NamedTuple):
         return f"steps {self.start + 1} to {self.stop}"
 
 
+class Stretch(NamedTuple):
+    """Steps of one size that read all positions from the first one on."""
+
+    first_position: int
+    global_batch_size: int
+    num_steps: int
+
+
 class _Segment(NamedTuple):
-    """Steps of one size without a gap."""
+    """Where a stretch begins."""
 
     first_step: int
     first_position: int
@@ -107,6 +115,19 @@ class BatchSchedule:
             if fitting < length:
                 break
         return num_fitting
+
+    def stretches(self, num_steps: int) -> list[Stretch]:
+        """Return the first steps of the run, cut where their size changes and where steps are jumped over.
+
+        Args:
+            num_steps: Number of these steps.
+        """
+        stops = [segment.first_step for segment in self._segments[1:]]
+        return [
+            Stretch(segment.first_position, segment.global_batch_size, min(stop, num_steps) - segment.first_step)
+            for segment, stop in zip(self._segments, [*stops, num_steps], strict=True)
+            if segment.first_step < num_steps
+        ]
 
     def ramp_from(self, step: int) -> list[RampPoint]:
         """Return the points of the ramp that are in force at a step or later."""

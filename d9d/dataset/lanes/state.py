@@ -35,6 +35,7 @@ class LaneState:
         num_steps: Steps that were trained on. What was only read ahead does not count.
         consumed: Position behind the last of these steps, in samples over all ranks.
         fingerprint: Of the dataset; empty if it was not taken.
+        recipe: How elements are made of samples, if they are not the samples themselves, such as sizes of a packer.
     """
 
     version: int = STATE_VERSION
@@ -50,15 +51,17 @@ class LaneState:
     num_steps: int
     consumed: int
     fingerprint: str = ""
+    recipe: str = ""
 
     @classmethod
-    def of(cls, plan: DataPlan, num_steps: int, fingerprint: str) -> "LaneState":
+    def of(cls, plan: DataPlan, num_steps: int, fingerprint: str, recipe: str = "") -> "LaneState":
         """Describe a run after some steps.
 
         Args:
             plan: Plan of the run.
             num_steps: Steps that were trained on.
             fingerprint: Of the dataset; empty for none.
+            recipe: How elements are made of samples.
         """
         return cls(
             num_samples=plan.num_samples,
@@ -72,6 +75,7 @@ class LaneState:
             num_steps=num_steps,
             consumed=plan.schedule.consumed(num_steps),
             fingerprint=fingerprint,
+            recipe=recipe,
         )
 
     def to_dict(self) -> dict[str, _Value]:
@@ -91,6 +95,7 @@ class LaneState:
             "num_steps": self.num_steps,
             "consumed": self.consumed,
             "fingerprint": self.fingerprint,
+            "recipe": self.recipe,
         }
 
     # `Any`: what a checkpoint holds may be of any type until it has been looked at.
@@ -141,7 +146,7 @@ def check_resume(saved: LaneState, own: LaneState, *, lanes_hold_state: bool = F
             `skip_steps` that comes too late.
     """
     before, now = saved.to_dict(), own.to_dict()
-    names = ["order", "num_samples", "seed", "shuffle", "tail", "num_chunks"]
+    names = ["order", "num_samples", "seed", "shuffle", "tail", "num_chunks", "recipe"]
     if Tail.wrap not in (saved.tail, own.tail):
         names.append("global_batch_size")
     if saved.fingerprint and own.fingerprint:
@@ -185,6 +190,7 @@ def _parse(values: dict[str, Any]) -> LaneState:
         num_steps=int(values["num_steps"]),
         consumed=int(values["consumed"]),
         fingerprint=str(values["fingerprint"]),
+        recipe=str(values["recipe"]),
     )
 
 

@@ -66,21 +66,13 @@ class WrapPacker:
             self._loaded = (number, self._documents(number))
         return self._loaded[1]
 
-    def state_vector(self) -> Sequence[int]:
-        """Return the number of the current document and the tokens of it that are used up."""
-        return [self._number, self._offset]
-
-    def load_state_vector(self, values: Sequence[int]) -> None:
-        """Continue at a saved position; loads nothing yet."""
-        self._number, self._offset = values
-
     def state_dict(self) -> dict[str, Any]:
         """Return the position by name."""
         return {"number": self._number, "offset": self._offset}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue at a saved position; loads nothing yet."""
-        self.load_state_vector([state_dict["number"], state_dict["offset"]])
+        self._number, self._offset = state_dict["number"], state_dict["offset"]
 
 
 class _Piece(NamedTuple):

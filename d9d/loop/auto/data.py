@@ -1,7 +1,8 @@
 """The data stream of a job from a map-style dataset and a config."""
 
-from collections.abc import Callable
-from typing import Any, Self, TypeAlias
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, Self, TypeAlias, TypedDict
 
 import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -15,27 +16,44 @@ from d9d.dataset.lanes import (
     AttachWeights,
     BatchSchedule,
     DataPlan,
+    ElasticLaneStream,
     ElasticMapStream,
     LoaderOptions,
+    MixtureDataset,
     RampPoint,
     SeededDataset,
     StepRange,
     Tail,
-    dataset_fingerprint,
 )
 from d9d.dataset.pack_stream import PinMemoryMicrobatchPackStream, global_batch_problems
 from d9d.dataset.sharded import ShardIndexingMode, dataset_length
 from d9d.internals.model_states import failing_together
+from d9d.loop.auto.data_sources import (
+    PackingConfig,
+    Sources,
+    build_lane,
+    mixture_problems,
+    named_sources,
+    recipe_of,
+    sources_fingerprint,
+)
 from d9d.loop.control import DataProvider, InitializeDataProviderContext
 
-__all__ = ["AutoDataConfig", "AutoDataProvider", "DatasetFactory", "build_data_plan", "rank_problems"]
+__all__ = [
+    "ANY_NUM_SAMPLES",
+    "AutoDataConfig",
+    "AutoDataProvider",
+    "DatasetFactory",
+    "build_data_plan",
+    "rank_problems",
+]
 
 # `Any`: samples are of whatever type the dataset yields and the collate function takes.
-DatasetFactory: TypeAlias = Callable[[DistributedContext], Dataset[Any]]
-"""Builds the dataset. Called once on every rank; all of them must build the same one."""
+DatasetFactory: TypeAlias = Callable[[DistributedContext], Dataset[Any] | Mapping[str, Dataset[Any]]]
+"""Builds the dataset, or those of a mixture by name. Called once on every rank; all of them must build the same."""
 
-_ANY_NUM_SAMPLES = 2**40
-"""Stands for the size of a dataset that is not known yet, where it does not matter."""
+ANY_NUM_SAMPLES = 2**40
+"""Stands for the size of a dataset that is not known yet, where it does not matter, and of one without an end."""
 
 
 class AutoDataConfig(BaseModel):
@@ -62,6 +80,14 @@ class AutoDataConfig(BaseModel):
         description=(
             "Passes over the data until the stream ends. Default 1: a job that asks for more steps fails when the data "
             "ends. null: go on for ever; set schedule.total_steps then."
+        ),
+    )
+    num_samples: int | None = Field(
+        default=None,
+        ge=1,
+        description=(
+            "Samples of the dataset. Default: its length. A dataset of another length is refused, and `python -m d9d data "
+            "plan` can show numbers without it."
         ),
     )
     drop_last: bool = Field(
@@ -98,6 +124,21 @@ class AutoDataConfig(BaseModel):
             "Set it when you resume from a checkpoint before them."
         ),
     )
+    mixture: dict[str, int] = Field(
+        default={},
+        description=(
+            "Draws from several datasets: of as many samples as all weights sum up to, each dataset gives as many as its "
+            "weight, in epochs of its own. dataset_factory returns these datasets by name. Needs num_epochs null, tail 'wrap'. "
+            "Default: one dataset."
+        ),
+    )
+    packing: PackingConfig | None = Field(
+        default=None,
+        description=(
+            "Make sequences out of documents, 1-d tensors of tokens: the collate function gets PackedSequence, and batch sizes "
+            "count sequences. Needs num_epochs null, tail 'wrap', num_workers 0. Default: samples are taken as they are."
+        ),
+    )
     fingerprint: bool = Field(
         default=True,
         description=(
@@ -129,7 +170,7 @@ class AutoDataConfig(BaseModel):
     def _check_sizes_and_workers(self) -> Self:
         problems: list[str] = []
         try:
-            build_data_plan(self, _ANY_NUM_SAMPLES)
+            build_data_plan(self, self.num_samples or ANY_NUM_SAMPLES)
         except ValueError as error:
             problems.append(str(error).rstrip("."))
         if (
@@ -138,6 +179,7 @@ class AutoDataConfig(BaseModel):
             and self.drop_last != (self.tail is Tail.drop)
         ):
             problems.append(f"drop_last ({self.drop_last}) contradicts tail ({self.tail.value!r}): leave drop_last out")
+        problems.extend(_source_problems(self))
         if self.num_workers == 0:
             problems.extend(
                 f"{name} ({value}) needs num_workers >= 1"
@@ -151,6 +193,30 @@ class AutoDataConfig(BaseModel):
         if problems:
             raise ValueError("; ".join(problems) + ".")
         return self
+
+
+def _source_problems(config: AutoDataConfig) -> list[str]:
+    """Return which settings do not go with a mixture or with packing."""
+    if not config.mixture and config.packing is None:
+        return []
+    what = "mixture" if config.packing is None else "packing"
+    unfit = {
+        "num_epochs": (config.num_epochs is not None, "its data has no end: set null, and schedule.total_steps"),
+        "tail": (config.tail is not Tail.wrap, "its steps go over the ends of epochs: set 'wrap'"),
+    }
+    if config.mixture:
+        unfit["num_samples"] = (config.num_samples is not None, "it has several datasets: leave it out")
+    if config.packing is not None:
+        unfit["num_workers"] = (config.num_workers > 0, "documents are loaded where the stream is read: set 0")
+        unfit["skip_steps"] = (
+            bool(config.skip_steps),
+            "what comes next is known only behind what is before: leave it out",
+        )
+    values = {name: config.tail and config.tail.value if name == "tail" else vars(config)[name] for name in unfit}
+    problems = [
+        f"{name} ({values[name]}) does not go with {what}, {why}" for name, (is_unfit, why) in unfit.items() if is_unfit
+    ]
+    return [*problems, *mixture_problems(config.mixture)]
 
 
 def build_data_plan(config: AutoDataConfig, num_samples: int) -> DataPlan:
@@ -192,7 +258,17 @@ def rank_problems(config: AutoDataConfig, dp_size: int) -> list[str]:
         for size in (config.global_batch_size, *config.global_batch_ramp.values())
         for problem in global_batch_problems(dp_size, size, config.microbatch_size)
     ]
-    return problems or build_data_plan(config, _ANY_NUM_SAMPLES).dp_problems(dp_size)
+    return problems or build_data_plan(config, ANY_NUM_SAMPLES).dp_problems(dp_size)
+
+
+class _StreamOptions(TypedDict):
+    """What streams over samples and streams of lanes both take."""
+
+    dp_size: int
+    dp_rank: int
+    fingerprint: str
+    recipe: str
+    seeds_generators: bool
 
 
 class AutoDataProvider(DataProvider):
@@ -237,43 +313,85 @@ class AutoDataProvider(DataProvider):
         if problems:
             raise ValueError(" ".join(problems))
         with failing_together(dist_context):
-            dataset = self._dataset_factory(dist_context)
-            plan = build_data_plan(config, dataset_length(dataset))
+            sources = named_sources(self._dataset_factory(dist_context), config.mixture)
+            lengths = [dataset_length(source) for source in sources.values()]
+            num_samples = ANY_NUM_SAMPLES if config.mixture else lengths[0]
+            if config.num_samples not in (None, num_samples):
+                raise ValueError(f"the dataset has {num_samples} samples, but num_samples says {config.num_samples}.")
+            plan = build_data_plan(config, num_samples)
         seeds_generators = config.seeds_generators
-        stream = ElasticMapStream(
-            dataset,  # pyright: ignore[reportArgumentType]  # has a length: `dataset_length` has asked for it
+        if seeds_generators is None:
+            seeds_generators = not all(isinstance(source, SeededDataset) for source in sources.values())
+        common: _StreamOptions = {
+            "dp_size": dist_context.dp_size,
+            "dp_rank": dist_context.dp_rank,
+            "fingerprint": self._agree_on_sources(dist_context, sources, lengths),
+            "recipe": recipe_of(sources, config.mixture, config.packing, shuffle=config.shuffle),
+            "seeds_generators": seeds_generators,
+        }
+        if config.packing is None:
+            stream = self._build_map_stream(sources, plan, common)
+        else:
+            stream = self._build_lane_stream(sources, config.packing, plan, common)
+        if not config.pin_memory:
+            return stream
+        return PinMemoryMicrobatchPackStream(stream, is_supported=pin_memory_supported(dist_context.current_device))
+
+    def _build_map_stream(self, sources: Sources, plan: DataPlan, common: _StreamOptions) -> MicrobatchPackStream:
+        config = self._config
+        dataset, *_ = sources.values()
+        if config.mixture:
+            weights = [config.mixture[name] for name in sources]
+            dataset = MixtureDataset(
+                list(sources.values()), weights, num_samples=plan.num_samples, seed=plan.seed, shuffle=plan.shuffle
+            )
+            # The mixture shuffles its sources; another shuffle would spoil the proportions within a step.
+            plan = dataclasses.replace(plan, shuffle=False)
+        return ElasticMapStream(
+            dataset,
             self._collator,
             plan,
-            dp_size=dist_context.dp_size,
-            dp_rank=dist_context.dp_rank,
             loader=LoaderOptions(
                 num_workers=config.num_workers,
                 persistent_workers=config.persistent_workers,
                 prefetch_factor=config.prefetch_factor,
                 timeout_s=config.timeout,
             ),
-            fingerprint=self._agree_on_dataset(dist_context, dataset, plan.num_samples),
             attach_weights=self._attach_weights,
-            seeds_generators=not isinstance(dataset, SeededDataset) if seeds_generators is None else seeds_generators,
+            **common,
         )
-        if not config.pin_memory:
-            return stream
-        return PinMemoryMicrobatchPackStream(stream, is_supported=pin_memory_supported(dist_context.current_device))
 
-    def _agree_on_dataset(self, dist_context: DistributedContext, dataset: Any, num_samples: int) -> str:  # noqa: ANN401
-        """Return the fingerprint of the dataset as rank 0 sees it, and refuse datasets of other sizes on other ranks."""
+    def _build_lane_stream(
+        self, sources: Sources, packing: PackingConfig, plan: DataPlan, common: _StreamOptions
+    ) -> MicrobatchPackStream:
+        if self._attach_weights is not None:
+            raise ValueError(
+                "attach_weights has nothing to say about packed sequences, all of which count: leave it out."
+            )
+        weights, seeds_generators = self._config.mixture, common["seeds_generators"]
+        return ElasticLaneStream(
+            lambda lane: build_lane(sources, weights, packing, plan, lane, seeds_generators=seeds_generators),
+            self._collator,
+            plan,
+            **common,
+        )
+
+    def _agree_on_sources(self, dist_context: DistributedContext, sources: Sources, lengths: list[int]) -> str:
+        """Return the fingerprint of the datasets as rank 0 sees them, and refuse those of other sizes on other ranks."""
         fingerprint = ""
         with failing_together(dist_context):
             if self._config.fingerprint and dist_context.is_main_process:
-                fingerprint = dataset_fingerprint(dataset, in_process_of_its_own=self._config.num_workers > 0)
+                has_workers = self._config.num_workers > 0
+                fingerprint = sources_fingerprint(sources, in_process_of_its_own=has_workers)
         if not dist_context.is_distributed:
             return fingerprint
-        of_first: list[Any] = [fingerprint, num_samples]
+        of_first: list[Any] = [fingerprint, lengths]
         dist.broadcast_object_list(of_first, src=0)
         with failing_together(dist_context):
-            if of_first[1] != num_samples:
+            if of_first[1] != lengths:
+                here, there = (", ".join(map(str, each)) for each in (lengths, of_first[1]))
                 raise ValueError(
-                    f"the dataset has {num_samples} samples here, but {of_first[1]} on rank 0: dataset_factory must build "
+                    f"the dataset has {here} samples here, but {there} on rank 0: dataset_factory must build "
                     "the same one on every rank. The stream gives each rank its share."
                 )
         return of_first[0]

@@ -4,10 +4,13 @@ from typing import Any
 
 from torch.distributed.checkpoint.stateful import Stateful
 
+from d9d.core.dist_context import DistributedContext
+from d9d.core.dist_ops import all_gather_object
 from d9d.core.protocol import MicrobatchPackStream
+from d9d.internals.model_states import failing_together
 from d9d.loop.config import JobScheduleConfig, StepActionPeriod, StepActionSpecial
 
-__all__ = ["JobSchedule"]
+__all__ = ["JobSchedule", "build_job_schedule", "too_many_steps"]
 
 
 class JobSchedule(Stateful):
@@ -19,10 +22,16 @@ class JobSchedule(Stateful):
     Args:
         config: Number of steps.
         stream: Data stream; sets the number of steps if the config leaves it open.
+
+    Raises:
+        ValueError: The job has no end, or more steps than the data stream.
     """
 
     def __init__(self, config: JobScheduleConfig, stream: MicrobatchPackStream) -> None:
-        total_steps = stream.total_steps if config.total_steps is None else config.total_steps
+        available = stream.total_steps
+        total_steps = available if config.total_steps is None else config.total_steps
+        if total_steps is not None and available is not None and total_steps > available:
+            raise ValueError(too_many_steps(total_steps, available))
         if total_steps is None:
             raise ValueError(
                 "the job has no end: schedule.total_steps is not set, and the data stream does not know its length. "
@@ -80,3 +89,37 @@ class JobSchedule(Stateful):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue after the saved step."""
         self._current_step = state_dict["current_step"]
+
+
+def too_many_steps(total_steps: int, available: int) -> str:
+    """Say that a job has more steps than its data."""
+    return (
+        f"schedule.total_steps ({total_steps}) is more than the data has ({available}). Lower it, or leave it out to stop "
+        "where the data ends, or raise num_epochs (null: no end)."
+    )
+
+
+def build_job_schedule(
+    context: DistributedContext, config: JobScheduleConfig, stream: MicrobatchPackStream
+) -> JobSchedule:
+    """Build the schedule of a job, and refuse data streams of different lengths. All ranks must call it; blocks.
+
+    Args:
+        context: Topology of the job.
+        config: Number of steps.
+        stream: Data stream of this rank.
+
+    Raises:
+        ValueError: On all ranks; see `JobSchedule`. Or ranks would run different numbers of steps.
+    """
+    with failing_together(context):
+        schedule = JobSchedule(config, stream)
+    if context.is_distributed:
+        counts = all_gather_object(schedule.total_steps, context.groups[0])
+        if len(set(counts)) > 1:
+            raise ValueError(
+                f"the data streams of the ranks end after different steps, from {min(counts)} to {max(counts)}: the others "
+                f"would wait for ranks that are through. Set schedule.total_steps to {min(counts)} at most, or give all ranks "
+                "equally much data."
+            )
+    return schedule

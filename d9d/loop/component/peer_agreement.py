@@ -1,4 +1,4 @@
-"""Find out that ranks which must read the same samples do not."""
+"""Find out that ranks which must read the same samples ask for different ones."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -16,9 +16,10 @@ __all__ = ["PeerAgreement"]
 
 
 class PeerAgreement:
-    """Compares digests of the samples of a step between ranks with one data-parallel coordinate: pp, cp and tp peers.
+    """Compares digests of sample numbers of a step between ranks with one data-parallel coordinate: pp, cp and tp peers.
 
     Where a provider looks at the global rank, or ranks have other settings, shapes still fit, and nothing else would fail.
+    What a dataset returns for a number is not looked at.
 
     Args:
         dist_context: Topology of the job.
@@ -37,7 +38,7 @@ class PeerAgreement:
         if digest is None and config.period_steps != StepActionSpecial.disable:
             raise ValueError(
                 f"data_agreement.period_steps ({config.period_steps}) needs a data stream that knows which samples it reads "
-                "(SampleDigestStream), such as that of AutoDataProvider. Set it to disable."
+                "(SampleDigestStream), such as that of AutoDataProvider without packing. Set it to disable."
             )
         self._digest: Callable[[int], int] | None = digest
         self._schedule = schedule
@@ -62,8 +63,8 @@ class PeerAgreement:
         if problems:
             raise RuntimeError(
                 f"in step {step + 1}, {', '.join(problems)}, though these work on one batch. Give pipeline, context-parallel "
-                "and tensor-parallel peers the same dataset and settings, and let a data provider look at dp_rank instead "
-                "of the global rank."
+                "and tensor-parallel peers the same data settings (sizes, order, seed, skip_steps), and let a data provider "
+                "look at dp_rank instead of the global rank."
             )
 
     def _gather(self, digest: int) -> list[list[int]]:
@@ -83,4 +84,4 @@ def _differences(digests: dict[int, int]) -> list[str]:
     if not others:
         return []
     different = sorted(rank for rank, digest in digests.items() if digest != usual)
-    return [f"ranks {different} read other samples than ranks {sorted(digests.keys() - different)}"]
+    return [f"ranks {different} ask for other sample numbers than ranks {sorted(digests.keys() - different)}"]

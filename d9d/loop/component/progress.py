@@ -3,7 +3,7 @@
 import contextlib
 import sys
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from typing import NoReturn
 
 from tqdm import tqdm
@@ -29,7 +29,8 @@ class TrainingProgress:
     Args:
         dist_context: Topology of the job.
         schedule: Position of the job.
-        samples_per_step: Samples of a step over all ranks. None: speed is shown in steps.
+        num_samples_of: Tells the samples of the first steps of the run over all ranks, whose batches may grow. None: speed
+            is shown in steps.
         is_terminal: Draw a bar. Default: whether standard error is a terminal.
     """
 
@@ -37,13 +38,13 @@ class TrainingProgress:
         self,
         dist_context: DistributedContext,
         schedule: JobSchedule,
-        samples_per_step: int | None = None,
+        num_samples_of: Callable[[int], int] | None = None,
         is_terminal: bool | None = None,
     ) -> None:
         self._logger = dist_context.logger
         self._is_main_process = dist_context.is_main_process
         self._schedule = schedule
-        self._samples_per_step = samples_per_step
+        self._num_samples_of = num_samples_of
         self._is_terminal = sys.stderr.isatty() if is_terminal is None else is_terminal
         self._bar: tqdm[NoReturn] | None = None
         self._started_at_s = 0.0
@@ -82,8 +83,8 @@ class TrainingProgress:
             return
         shown = {label: f"{values[name]:.4g}" for name, label in _SHOWN_VALUES.items() if name in values}
         if self._bar is not None:
-            if self._samples_per_step is not None:
-                shown["samples/s"] = f"{self._steps_per_second() * self._samples_per_step:.4g}"
+            if self._num_samples_of is not None:
+                shown["samples/s"] = f"{self._per_second(self._num_samples_of):.4g}"
             self._bar.set_postfix(shown, refresh=False)
             return
         self._write_line(step, shown)
@@ -98,11 +99,12 @@ class TrainingProgress:
         self._logger.info("step %d/%d%s | %s", step, self._schedule.total_steps, values, self._speed())
 
     def _speed(self) -> str:
-        if self._samples_per_step is None:
-            return f"{self._steps_per_second():.4g} steps/s"
-        return f"{self._steps_per_second() * self._samples_per_step:.4g} samples/s"
+        if self._num_samples_of is None:
+            return f"{self._per_second(lambda num_steps: num_steps):.4g} steps/s"
+        return f"{self._per_second(self._num_samples_of):.4g} samples/s"
 
-    def _steps_per_second(self) -> float:
+    def _per_second(self, count_of: Callable[[int], int]) -> float:
+        """Return the mean rate since `open` of what the first steps of the run count."""
         elapsed_s = time.monotonic() - self._started_at_s
-        num_steps = self._schedule.current_step - self._started_at_step
-        return num_steps / elapsed_s if elapsed_s > 0 else 0.0
+        count = count_of(self._schedule.current_step) - count_of(self._started_at_step)
+        return count / elapsed_s if elapsed_s > 0 else 0.0

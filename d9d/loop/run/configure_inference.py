@@ -3,7 +3,7 @@
 from typing import Any
 
 from d9d.core.dist_context import DeviceMeshParameters, DistributedContext
-from d9d.dataset.pack_stream import global_batch_size_of
+from d9d.dataset.pack_stream import sample_count_of
 from d9d.internals.determinism import set_step_seeds
 from d9d.loop.component import (
     DataParallelMicrobatchPackStream,
@@ -19,6 +19,7 @@ from d9d.loop.component import (
     build_device_pack_stream,
 )
 from d9d.loop.component.data_position import STREAM_KEY, restore_data_position
+from d9d.loop.component.job_schedule import build_job_schedule
 from d9d.loop.component.peer_agreement import PeerAgreement
 from d9d.loop.component.progress import TrainingProgress
 from d9d.loop.component.run_checkpoints import RunCheckpoints
@@ -95,7 +96,7 @@ class InferenceConfigurator:
         checkpoints = RunCheckpoints(context, self._config.checkpointing, run_name=None)
         restore_data_position(checkpoints, stream, refuse_training_checkpoint)
         bus.trigger(EVENT_INFERENCE_DATA_STREAM_READY, EventDataStreamReadyContext(stream=stream))
-        schedule = JobSchedule(self._config.schedule, stream)
+        schedule = build_job_schedule(context, self._config.schedule, stream)
         agreement = PeerAgreement(context, stream, schedule, self._config.data_agreement)
         bus.subscribe(EVENT_INFERENCE_STEP_PRE, agreement.check)
         pipeline, modules = self._build_stages(context, bus)
@@ -146,7 +147,7 @@ class InferenceConfigurator:
             schedule=schedule,
             step_sync=StepSync(context, modules.modules),
             task_operator=InferenceTaskOperator(context, task, pipeline, PipelineStateHandler()),
-            progress=TrainingProgress(context, schedule, global_batch_size_of(stream)),
+            progress=TrainingProgress(context, schedule, sample_count_of(stream)),
             profiler=JobProfiler(context, config.profiling, schedule),
             gc=gc,
             timeouts=timeouts,

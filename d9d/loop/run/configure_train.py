@@ -5,7 +5,7 @@ from typing import Any, cast
 
 from d9d.core.dist_context import DeviceMeshParameters, DistributedContext
 from d9d.core.types import ScalarTree
-from d9d.dataset.pack_stream import global_batch_size_of
+from d9d.dataset.pack_stream import sample_count_of
 from d9d.internals.determinism import set_step_seeds
 from d9d.loop.component import (
     DataParallelMicrobatchPackStream,
@@ -26,6 +26,7 @@ from d9d.loop.component import (
     build_device_pack_stream,
 )
 from d9d.loop.component.data_position import STREAM_KEY, restore_data_position
+from d9d.loop.component.job_schedule import build_job_schedule
 from d9d.loop.component.peer_agreement import PeerAgreement
 from d9d.loop.component.progress import TrainingProgress
 from d9d.loop.component.run_checkpoints import RunCheckpoints
@@ -116,7 +117,7 @@ class TrainingConfigurator:
         checkpoints = RunCheckpoints(context, self._config.checkpointing, self._config.run.name)
         restore_data_position(checkpoints, stream, refuse=lambda keys: None)
         bus.trigger(EVENT_TRAIN_DATA_STREAM_READY, EventDataStreamReadyContext(stream=stream))
-        schedule = JobSchedule(self._config.schedule, stream)
+        schedule = build_job_schedule(context, self._config.schedule, stream)
         agreement = PeerAgreement(context, stream, schedule, self._config.data_agreement)
         bus.subscribe(EVENT_TRAIN_STEP_PRE, agreement.check)
         pipeline, modules = self._build_stages(context, bus)
@@ -162,7 +163,7 @@ class TrainingConfigurator:
         bus.trigger(EVENT_TRAIN_OPTIMIZER_READY, EventOptimizerReadyContext(optimizer=optimizer))
         bus.trigger(EVENT_TRAIN_LR_SCHEDULER_READY, EventLRSchedulerReadyContext(lr_scheduler=lr_scheduler))
         gc = ManualGarbageCollector(context, config.gc, schedule)
-        progress = TrainingProgress(context, schedule, global_batch_size_of(stream))
+        progress = TrainingProgress(context, schedule, sample_count_of(stream))
         hparams = _merged(task.dump_hparams(), self._model_provider.dump_hparams())
         logger = JobLogger(context, config.logging, metrics, schedule, config.run, hparams, progress)
         parts: dict[str, Any] = {

@@ -19,7 +19,7 @@ from d9d.dataset.lanes import (
     Tail,
     WrapPacker,
 )
-from d9d.dataset.pack_stream import global_batch_size_of, has_rank_invariant_state
+from d9d.dataset.pack_stream import has_rank_invariant_state
 
 SIZES = [1, 2, 4]
 
@@ -84,7 +84,7 @@ def gathered(streams: list[ElasticLaneStream]) -> dict:
 def test_a_stream_says_what_the_loop_asks():
     packs = stream("wrap", plan())
     assert isinstance(packs, MicrobatchPackStream)
-    assert (packs.total_steps, global_batch_size_of(packs), has_rank_invariant_state(packs)) == (6, 16, True)
+    assert (packs.total_steps, packs.num_samples_of(2), has_rank_invariant_state(packs)) == (6, 32, True)
 
 
 @pytest.mark.parametrize("kind", ["wrap", "best fit", "mixture"])

@@ -32,7 +32,8 @@ from d9d.dataset.lanes import (
     Tail,
     add_weights,
 )
-from d9d.dataset.pack_stream import global_batch_size_of, has_rank_invariant_state
+from d9d.dataset.lanes.plan import divisors
+from d9d.dataset.pack_stream import has_rank_invariant_state
 
 
 class Numbers:
@@ -131,7 +132,7 @@ def expected(built: DataPlan, first: int = 0) -> list[list]:
 def test_a_stream_says_what_the_loop_asks():
     packs = stream(plan(num_epochs=2))
     assert isinstance(packs, MicrobatchPackStream)
-    assert (packs.total_steps, global_batch_size_of(packs), has_rank_invariant_state(packs)) == (6, 8, True)
+    assert (packs.total_steps, packs.num_samples_of(5), has_rank_invariant_state(packs)) == (6, 40, True)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -182,26 +183,51 @@ def test_every_change_of_ranks_at_every_step_leads_to_the_same_rest():
             assert over_ranks(built, after, saved.state_dict()) == steps[done:]
 
 
-@settings(max_examples=40, deadline=None)
-@given(
-    num_samples=st.integers(1, 60),
-    micro=st.integers(1, 3),
-    num_micro=st.integers(1, 6),
-    tail=st.sampled_from([Tail.wrap, Tail.drop, Tail.short]),
-    num_epochs=st.integers(1, 3),
-    data=st.data(),
-)
-def test_any_run_can_stop_anywhere_and_go_on_anyhow(num_samples, micro, num_micro, tail, num_epochs, data):
+def check_any_run(num_samples, micro, num_micro, tail, num_epochs, data, workers):
+    """Run with some lanes on some ranks to some step, and go on with other ones."""
     size = micro * num_micro
-    assume(num_samples >= size or tail is Tail.short)
-    built = plan(num_samples, size, micro, tail=tail, num_epochs=num_epochs)
-    before, after = (data.draw(st.sampled_from(built.valid_dp_sizes)) for _ in range(2))
+    assume(num_samples >= size or tail is not Tail.drop)
+    assume(num_samples * num_epochs >= size or tail is Tail.short)
+    lanes = st.sampled_from([0, *divisors(num_micro)])
+    built, later = (
+        plan(num_samples, size, micro, tail=tail, num_epochs=num_epochs, num_lanes=data.draw(lanes)) for _ in range(2)
+    )
+    before, after = (data.draw(st.sampled_from(each.valid_dp_sizes)) for each in (built, later))
     done = data.draw(st.integers(0, built.total_steps))
-    ranks = [stream(built, dp_size=before, dp_rank=rank) for rank in range(before)]
+    ranks = [stream(built, dp_size=before, dp_rank=rank, workers=data.draw(workers)) for rank in range(before)]
     first = [list(itertools.chain(*step)) for step in zip(*(take(packs, done) for packs in ranks), strict=True)]
     states = [packs.state_dict() for packs in ranks]
     assert all(state == states[0] for state in states)
-    assert list(map(busy, first + over_ranks(built, after, states[0]))) == expected(built)
+    rest = over_ranks(later, after, states[0], workers=data.draw(workers))
+    assert list(map(busy, first + rest)) == expected(built)
+
+
+ANY_RUN = {
+    "num_samples": st.integers(1, 60),
+    "micro": st.integers(1, 3),
+    "num_micro": st.integers(1, 6),
+    "tail": st.sampled_from([Tail.wrap, Tail.drop, Tail.short]),
+    "num_epochs": st.integers(1, 3),
+    "data": st.data(),
+}
+
+
+@settings(max_examples=40, deadline=None)
+@given(**ANY_RUN)
+def test_any_run_can_stop_anywhere_and_go_on_anyhow(num_samples, micro, num_micro, tail, num_epochs, data):
+    check_any_run(num_samples, micro, num_micro, tail, num_epochs, data, workers=st.just(0))
+
+
+@pytest.mark.parametrize(
+    "max_examples", [4, pytest.param(60, marks=pytest.mark.exhaustive)], ids=["quick", "exhaustive"]
+)
+def test_any_run_can_go_on_with_any_number_of_workers(max_examples):
+    @settings(max_examples=max_examples, deadline=None)
+    @given(**{**ANY_RUN, "num_micro": st.integers(1, 2)})
+    def check(num_samples, micro, num_micro, tail, num_epochs, data):
+        check_any_run(num_samples, micro, num_micro, tail, num_epochs, data, workers=st.integers(0, 2))
+
+    check()
 
 
 @pytest.mark.parametrize("persistent", [False, True])
@@ -328,8 +354,12 @@ def test_a_ramp_works_over_ranks():
     built = plan(60, schedule=BatchSchedule(ramp=(RampPoint(0, 4), RampPoint(2, 12))))
     assert over_ranks(built, 2) == expected(built)
     packs = stream(built)
-    take(packs, 2)
-    assert packs.global_batch_size == 12
+    assert [packs.num_samples_of(num_steps) for num_steps in range(5)] == [0, 4, 8, 20, 32]
+    # A run that was resumed with another batch size counts what it has read.
+    resumed = stream(plan(60, schedule=BatchSchedule.constant(6)))
+    take(packs, 3)
+    resumed.load_state_dict(packs.state_dict())
+    assert [resumed.num_samples_of(num_steps) for num_steps in (3, 4)] == [20, 26]
 
 
 @pytest.mark.parametrize(
@@ -513,9 +543,18 @@ class RareNoise(Numbers):
 
 
 @pytest.mark.parametrize(
-    "draw", [random.random, np.random.randn, lambda: torch.rand(()).item()], ids=["py", "np", "torch"]
+    ("draw", "num_loaded_twice"),
+    [
+        # The first pack draws, and is loaded twice.
+        (random.random, 8),
+        (np.random.randn, 8),
+        (lambda: torch.rand(()).item(), 0),
+        (torch.initial_seed, 0),
+        (lambda: np.random.default_rng(torch.initial_seed()).random(), 0),
+    ],
+    ids=["py", "np", "torch", "seed", "np by the seed"],
 )
-def test_samples_that_seldom_draw_are_seeded_as_well(draw):
+def test_samples_that_seldom_draw_are_seeded_as_well(draw, num_loaded_twice):
     built = plan(40, shuffle=False)
     # Loader processes seed from the start.
     expected = over_ranks(built, 1, dataset=RareNoise(40, draw), workers=1)
@@ -526,8 +565,8 @@ def test_samples_that_seldom_draw_are_seeded_as_well(draw):
     assert over_ranks(built, 1, dataset=dataset) == expected
     after = (torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1:3])
     assert str(after) == str(before)
-    # The first pack draws, and is loaded twice.
-    assert dataset.num_loaded == 40 + 8
+    assert torch.initial_seed() == 0
+    assert dataset.num_loaded == 40 + num_loaded_twice
     # A resumed stream finds out at another place.
     for position in (2, 3):
         resumed = stream(built, RareNoise(40, draw))

@@ -75,6 +75,22 @@ def test_a_short_step_is_dealt_out_evenly(dp_size, num_microbatches, by_rank):
     assert built.step_samples(1).tolist() == [[8, 9], [10, 11], [12, -1]]
 
 
+@settings(deadline=None)
+@given(
+    num_samples=st.integers(1, 40),
+    tail=st.sampled_from([PAD, SHORT]),
+    skips=st.dictionaries(st.integers(0, 12), st.integers(1, 5), max_size=3),
+)
+def test_samples_and_short_steps_are_counted(num_samples, tail, skips):
+    ranges = tuple(StepRange(start, start + length) for start, length in sorted(skips.items()))
+    schedule = BatchSchedule(ramp=(RampPoint(0, 4),), skips=ranges)
+    built = plan(num_samples, 4, 2, schedule=schedule, tail=tail, num_epochs=None)
+    sizes = [int((built.step_samples(step) >= 0).sum()) for step in range(20)]
+    for num_steps in range(21):
+        assert built.num_samples_of(num_steps) == sum(sizes[:num_steps])
+        assert built.num_short_steps(num_steps) == sum(size < 4 for size in sizes[:num_steps])
+
+
 def test_an_epoch_of_whole_steps_has_no_short_one():
     built, other = plan(16, tail=SHORT, num_epochs=3), plan(16, tail=DROP, num_epochs=3)
     assert built.total_steps == other.total_steps == 6
@@ -134,9 +150,10 @@ def test_a_shuffled_epoch_follows_the_permutation_of_its_number():
     num_epochs=st.integers(1, 3),
     seed=st.integers(0, 2**63 - 1),
     is_chunked=st.booleans(),
+    data=st.data(),
 )
 def test_every_sample_once_per_epoch_and_the_same_on_any_number_of_ranks(
-    num_samples, micro, num_micro, tail, shuffle, num_epochs, seed, is_chunked
+    num_samples, micro, num_micro, tail, shuffle, num_epochs, seed, is_chunked, data
 ):
     size = micro * num_micro
     assume(num_samples >= size or tail in (PAD, SHORT))
@@ -145,6 +162,7 @@ def test_every_sample_once_per_epoch_and_the_same_on_any_number_of_ranks(
         "num_epochs": num_epochs,
         "seed": seed,
         "is_chunked": is_chunked and tail is not WRAP,
+        "num_lanes": data.draw(st.sampled_from([0, *divisors(num_micro)])),
     }
     built = plan(num_samples, size, micro, tail=tail, **options)
     steps = range(built.total_steps)

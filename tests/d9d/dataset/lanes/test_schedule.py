@@ -41,6 +41,13 @@ def test_steps_are_where_a_walk_finds_them(ramp, skips):
     assert built.consumed(0) == 0
 
 
+@given(RAMPS, SKIPS, st.integers(0, 20))
+def test_stretches_are_the_steps_without_a_gap(ramp, skips, num_steps):
+    stretches = schedule(ramp, skips).stretches(num_steps)
+    steps = [range(first + i * size, first + (i + 1) * size) for first, size, count in stretches for i in range(count)]
+    assert steps == walk(ramp, skips, num_steps)
+
+
 @given(RAMPS, SKIPS, st.integers(0, 150))
 def test_the_number_of_steps_counts_those_that_fit(ramp, skips, num_positions):
     # 150 steps of at least 1 sample reach the end in any case.

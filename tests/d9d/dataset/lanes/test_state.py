@@ -31,6 +31,7 @@ def test_a_state_is_numbers_and_strings():
         "num_steps": 6,
         "consumed": 32,  # 6 steps of 4, and 2 that were jumped over
         "fingerprint": "abc",
+        "recipe": "",
     }
 
 

@@ -14,7 +14,7 @@ from d9d.core.protocol import MicrobatchPackStream
 from d9d.core.types import IdleMicrobatch
 from d9d.dataset import ShardIndexingMode
 from d9d.dataset.lanes import ElasticMapStream, Permutation, add_weights
-from d9d.dataset.pack_stream import global_batch_size_of, has_rank_invariant_state, needs_main_thread, sample_digest_of
+from d9d.dataset.pack_stream import has_rank_invariant_state, needs_main_thread, sample_count_of, sample_digest_of
 from d9d.loop.auto import AutoDataConfig, AutoDataProvider
 from d9d.loop.auto.data import build_data_plan
 from d9d.loop.control import InitializeDataProviderContext
@@ -132,7 +132,9 @@ def test_without_a_number_of_epochs_the_stream_has_no_end():
 def test_the_provider_builds_the_stream_of_one_process(num_workers):
     packs = provide(16, config(pin_memory=True, num_workers=num_workers))
     assert packs.total_steps == 2
-    assert global_batch_size_of(packs) == 8
+    count_of = sample_count_of(packs)
+    assert count_of is not None
+    assert count_of(2) == 16
     assert has_rank_invariant_state(packs)
     assert sample_digest_of(packs) is not None
     assert list(packs)[1] == ([8, 9], [10, 11], [12, 13], [14, 15])

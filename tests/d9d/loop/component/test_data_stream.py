@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from d9d.core.dist_context import DeviceMeshParameters
-from d9d.dataset.pack_stream import global_batch_size_of
+from d9d.dataset.pack_stream import sample_count_of
 from d9d.loop.component.data_stream import (
     DataParallelMicrobatchPackStream,
     DevicePackStream,
@@ -51,7 +51,9 @@ class Packs:
 
 class InvariantPacks(Packs):
     has_rank_invariant_state = True
-    global_batch_size = 16
+
+    def num_samples_of(self, num_steps: int) -> int:
+        return 16 * num_steps
 
 
 FACTORS = [0, 1, 3]
@@ -168,7 +170,7 @@ def test_a_prefetching_stream_needs_a_slot():
 def test_a_position_per_rank_has_the_key_of_its_rank():
     stream = DataParallelMicrobatchPackStream(DeviceMeshParameters().build(), Packs())
     assert stream.total_steps == 5
-    assert global_batch_size_of(stream) is None
+    assert sample_count_of(stream) is None
     next(iter(stream))
     assert stream.state_dict() == {"dp_0": {"position": 1}}
     with pytest.raises(ValueError, match=r"no data position 'dp_0', only \['dp_7'\]"):
@@ -179,7 +181,9 @@ def test_a_position_of_all_ranks_has_one_key():
     stream = DataParallelMicrobatchPackStream(DeviceMeshParameters().build(), InvariantPacks())
     stream.load_state_dict({"all_ranks": {"position": 3}})
     assert stream.state_dict() == {"all_ranks": {"position": 3}}
-    assert global_batch_size_of(stream) == 16
+    count_of = sample_count_of(stream)
+    assert count_of is not None
+    assert count_of(3) == 48
     assert numbers(stream) == [3, 4]
 
 

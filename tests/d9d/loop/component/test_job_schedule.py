@@ -1,8 +1,10 @@
 """Steps of a job, and when periodic actions are due."""
 
 import pytest
+import torch.distributed as dist
 
-from d9d.loop.component.job_schedule import JobSchedule
+from d9d.core.dist_context import DeviceMeshParameters
+from d9d.loop.component.job_schedule import JobSchedule, build_job_schedule
 from d9d.loop.config import JobScheduleConfig, StepActionSpecial
 
 
@@ -23,6 +25,22 @@ def test_the_config_goes_before_the_stream(config, stream, expected):
 def test_a_job_without_end_is_refused():
     with pytest.raises(ValueError, match=r"Set schedule\.total_steps"):
         schedule()
+
+
+def test_more_steps_than_the_data_has_are_refused():
+    with pytest.raises(ValueError, match=r"schedule\.total_steps \(8\) is more than the data has \(7\)\. Lower it"):
+        schedule(8, 7)
+
+
+@pytest.mark.world_size(2)
+def test_streams_of_different_lengths_are_refused_on_all_ranks():
+    context = DeviceMeshParameters(data_parallel_replicate=2).build()
+    stream = Stream(7 - dist.get_rank())
+    with pytest.raises(ValueError, match=r"end after different steps, from 6 to 7.*total_steps to 6 at most"):
+        build_job_schedule(context, JobScheduleConfig(), stream)  # type: ignore[arg-type]
+    with pytest.raises((ValueError, RuntimeError), match=r"more than the data has \(6\)"):
+        build_job_schedule(context, JobScheduleConfig(total_steps=7), stream)  # type: ignore[arg-type]
+    assert build_job_schedule(context, JobScheduleConfig(total_steps=6), stream).total_steps == 6  # type: ignore[arg-type]
 
 
 def due_steps(action, **flags) -> list[int]:

@@ -51,12 +51,18 @@ def test_a_log_gets_a_line_now_and_then_and_one_at_the_end():
     assert line.endswith("steps/s")
 
 
-def test_speed_is_in_samples_when_their_number_is_known():
-    progress, schedule, logger = build(is_terminal=False, samples_per_step=8)
+def test_speed_is_in_samples_when_their_number_is_known(monkeypatch):
+    now_s = iter([100.0, 104.0, 104.0])
+    monkeypatch.setattr("time.monotonic", lambda: next(now_s))
+    # Steps 8 to 10 hold 4, 16 and 16 samples, in 4 seconds.
+    progress, schedule, logger = build(
+        is_terminal=False, start_step=7, num_samples_of=[*range(0, 33, 4), 48, 64].__getitem__
+    )
     with recorded(logger) as lines, progress.open():
-        schedule.step()
+        for _ in range(3):
+            schedule.step()
         progress.show(10, VALUES)
-    assert lines[0].endswith("samples/s")
+    assert lines[0].endswith("| 9 samples/s")
 
 
 def test_a_terminal_gets_a_bar_that_starts_at_the_resumed_step(monkeypatch):

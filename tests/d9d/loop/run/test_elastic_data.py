@@ -239,7 +239,9 @@ def test_a_rank_that_reads_other_samples_is_named_on_all_ranks(tmp_path, mesh):
     overrides = {"data_agreement": {"period_steps": 2}}
     job = build_job(mesh, tmp_path, total_steps=4, data_provider=auto_data(64, seed=seed), overrides=overrides)
     peers = r"\[2\]" if mesh.data_parallel == 2 else r"\[0, 1, 2\]"
-    with pytest.raises(RuntimeError, match=rf"in step 2, ranks \[3\] read other samples than ranks {peers}, though"):
+    with pytest.raises(
+        RuntimeError, match=rf"in step 2, ranks \[3\] ask for other sample numbers than ranks {peers}, though"
+    ):
         job.trainer.train()
     assert len(job.task.read) == 8 // mesh.data_parallel
 
@@ -257,4 +259,10 @@ def test_peers_that_agree_go_on(tmp_path):
 def test_a_stream_that_cannot_tell_its_samples_is_refused(tmp_path):
     overrides = {"data_agreement": {"period_steps": 5}}
     with pytest.raises(ValueError, match=r"data_agreement\.period_steps \(5\) needs a data stream that knows"):
-        build_job(DeviceMeshParameters(), tmp_path, data_provider=lambda context: OldStream(), overrides=overrides)
+        build_job(
+            DeviceMeshParameters(),
+            tmp_path,
+            total_steps=3,
+            data_provider=lambda context: OldStream(),
+            overrides=overrides,
+        )

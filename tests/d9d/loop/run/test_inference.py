@@ -317,8 +317,11 @@ def test_a_folder_that_cannot_be_written_to_is_found_early(tmp_path):
 
 
 def test_data_that_ends_early_is_named(tmp_path):
-    job = build(DeviceMeshParameters(), tmp_path, overrides={"schedule": {"total_steps": 6}})
-    with pytest.raises(RuntimeError, match=r"ended after step 5 of 6. Lower schedule.total_steps, or leave it out"):
+    six_steps = {"schedule": {"total_steps": 6}}
+    with pytest.raises(ValueError, match=r"total_steps \(6\) is more than the data has \(5\)"):
+        build(DeviceMeshParameters(), tmp_path, overrides=six_steps)
+    job = build(DeviceMeshParameters(), tmp_path, data_provider=lambda context: Stream([1, 1]), overrides=six_steps)
+    with pytest.raises(RuntimeError, match=r"ended after step 2 of 6. Lower schedule.total_steps, or leave it out"):
         job.inference.infer()
 
 

@@ -152,9 +152,14 @@ def test_a_complete_job_returns_at_once(tmp_path):
     assert again.task.read == []
 
 
+def test_more_steps_than_the_data_has_are_refused_at_the_start(tmp_path):
+    with pytest.raises(ValueError, match=r"total_steps \(31\) is more than the data has \(30\)"):
+        build_job(DeviceMeshParameters(), tmp_path, total_steps=31)
+
+
 def test_data_that_ends_early_is_named(tmp_path):
-    job = build_job(DeviceMeshParameters(), tmp_path, total_steps=31)
-    with pytest.raises(RuntimeError, match=r"ended after step 30 of 31"):
+    job = build_job(DeviceMeshParameters(), tmp_path, total_steps=31, data_provider=lambda context: ShortStream())
+    with pytest.raises(RuntimeError, match=r"ended after step 2 of 31"):
         job.trainer.train()
 
 
@@ -182,6 +187,16 @@ class UnevenStream:
 
     def load_state_dict(self, state_dict):
         pass
+
+
+class ShortStream(UnevenStream):
+    """Ends after two steps, and does not know it."""
+
+    total_steps = None
+
+    def __iter__(self):
+        data = Data(4, torch.float64)
+        return iter([(collate([data[0], data[1]]),), (collate([data[2], data[3]]),)])
 
 
 @pytest.mark.world_size(2)
@@ -245,6 +260,8 @@ def test_a_metric_of_the_outputs_equals_the_loss(tmp_path):
 @pytest.mark.world_size(2)
 def test_uneven_packs_are_refused_where_every_microbatch_is_a_collective(tmp_path):
     overrides = {"gradient_manager": {"fsdp_keep_sharded": True}}
-    job = build_job(MESHES[2][1], tmp_path, data_provider=lambda context: UnevenStream(), overrides=overrides)
+    job = build_job(
+        MESHES[2][1], tmp_path, total_steps=3, data_provider=lambda context: UnevenStream(), overrides=overrides
+    )
     with pytest.raises(ValueError, match=r"ranks have 1 to 4 microbatches"):
         job.trainer.train()
