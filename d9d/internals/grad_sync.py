@@ -171,6 +171,24 @@ class GradientSynchronizer:
         self._next_bucket = len(self._buckets)
         for bucket in self._buckets:
             bucket.finish()
+        self._match_placements()
+
+    @torch.no_grad()
+    def _match_placements(self) -> None:
+        """Lay gradients out like their parameters.
+
+        Autograd leaves those of split layers in the placement that they were computed in, such as whole gradients of parts, or
+        partial sums of a weight that all peers have. The norm and optimizers on local shards read parts as the parameter has
+        them.
+        """
+        for parameter in self._unbucketed:
+            gradient = parameter.grad
+            if (
+                isinstance(gradient, DTensor)
+                and isinstance(parameter, DTensor)
+                and gradient.placements != parameter.placements
+            ):
+                parameter.grad = gradient.redistribute(placements=parameter.placements)
 
     @torch.no_grad()
     def scale_grads(self, factor: torch.Tensor) -> None:

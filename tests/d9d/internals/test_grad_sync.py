@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 from d9d.core.dist_context import DENSE_DOMAIN, DeviceMeshParameters
@@ -359,3 +359,25 @@ def test_copies_are_apart_in_the_norm(degrees: dict[str, int]):
     by_count = {part.is_counted: torch.cat(part.tensors).tolist() for part in synchronizer.local_gradients()}
     assert by_count == {True: [3.0 * num_replicas, 1.0 * num_replicas], False: [2.0 * num_replicas]}
     synchronizer.unbind()
+
+
+@pytest.mark.world_size(2)
+def test_gradients_of_split_layers_are_laid_out_like_their_parameters():
+    """Autograd leaves whole gradients of shards, and partial sums of what all peers have."""
+    mesh = DeviceMeshParameters(tensor_parallel=2).build().mesh_for(DENSE_DOMAIN)["tp"]
+    whole = torch.arange(10.0).view(5, 2)
+    shard = nn.Parameter(distribute_tensor(torch.zeros(5, 2), mesh, [Shard(0)]))
+    shard.grad = DTensor.from_local(whole.clone(), mesh, [Replicate()])
+    replicated = nn.Parameter(distribute_tensor(torch.zeros(5, 2), mesh, [Replicate()]))
+    replicated.grad = DTensor.from_local(whole * (dist.get_rank() + 1), mesh, [Partial()])
+    synchronizer = GradientSynchronizer([[shard, replicated]], 1)
+    synchronizer.bind()
+    synchronizer.wait()
+    for parameter, expected in ((shard, whole), (replicated, 3 * whole)):
+        assert isinstance(parameter.grad, DTensor)
+        assert isinstance(parameter.data, DTensor)
+        assert parameter.grad.placements == parameter.data.placements
+        assert torch.equal(parameter.grad.full_tensor(), expected)
+    shard_norm = sum(part.tensors[0].square().sum() for part in synchronizer.local_gradients() if part.shard_groups)
+    dist.all_reduce(shard_norm)
+    assert shard_norm == whole.square().sum()
