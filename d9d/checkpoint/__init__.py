@@ -1,17 +1,27 @@
 """Training checkpoints: written atomically over all ranks, verified when they are read."""
 
+from d9d.checkpoint.contents import CheckpointContents
 from d9d.checkpoint.documents import Document
 from d9d.checkpoint.folder import CheckpointFolder, SavedCheckpoint
-from d9d.checkpoint.load import OnCorrupt, find_checkpoint, load_state, read_metadata, verify_checkpoint
+from d9d.checkpoint.load import (
+    OnChangedParameters,
+    OnCorrupt,
+    find_checkpoint,
+    load_state,
+    read_metadata,
+    verify_checkpoint,
+)
 from d9d.checkpoint.record import CommitRecord, FileDigest
 from d9d.checkpoint.save import CheckpointSaver
 
 __all__ = [
+    "CheckpointContents",
     "CheckpointFolder",
     "CheckpointSaver",
     "CommitRecord",
     "Document",
     "FileDigest",
+    "OnChangedParameters",
     "OnCorrupt",
     "SavedCheckpoint",
     "find_checkpoint",

@@ -17,10 +17,21 @@ from d9d.checkpoint.planners import ValuesAsJsonLoadPlanner
 from d9d.checkpoint.safe_reader import SafeReader
 from d9d.core.participants import Participants
 
-__all__ = ["OnCorrupt", "find_checkpoint", "load_state", "read_flat", "read_metadata", "verify_checkpoint"]
+__all__ = [
+    "OnChangedParameters",
+    "OnCorrupt",
+    "find_checkpoint",
+    "load_state",
+    "read_flat",
+    "read_metadata",
+    "verify_checkpoint",
+]
 
 OnCorrupt: TypeAlias = Literal["raise", "fallback"]
 """What to do where the newest checkpoint is damaged: refuse to start, or take the newest one that is not."""
+
+OnChangedParameters: TypeAlias = Literal["raise", "allow"]
+"""What to do about parameters that only the checkpoint or only the job has: refuse to resume, or go on without them."""
 
 _NUM_SHOWN = 20
 
@@ -111,6 +122,7 @@ def load_state(
     state: dict[str, Any],
     group: dist.ProcessGroup | None,
     *,
+    metadata: Metadata | None = None,
     may_be_left: Callable[[str], bool] = lambda key: False,
 ) -> dict[str, Any]:
     """Read a checkpoint into the tensors of a state. All ranks must call it; blocks.
@@ -121,6 +133,7 @@ def load_state(
         path: Folder of the checkpoint.
         state: Tensors and DTensors, which are read into; values and documents.
         group: All ranks, over gloo; None for a process on its own.
+        metadata: What the checkpoint holds, if it was read before.
         may_be_left: Tells by its key what the checkpoint may hold though no rank asks for it.
 
     Returns:
@@ -132,7 +145,7 @@ def load_state(
     """
     participants = Participants([] if group is None else [group])
     with participants.failing_together():
-        metadata = read_metadata(path)
+        metadata = metadata or read_metadata(path)
         saved_form = with_room(state, metadata)
         flat, _ = flatten_state_dict(saved_form)
         problems = _misfits(flat, metadata)

@@ -8,7 +8,7 @@ from typing import Annotated, Literal, Self, TypeAlias
 import torch
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
-from d9d.checkpoint import OnCorrupt
+from d9d.checkpoint import OnChangedParameters, OnCorrupt
 from d9d.model_state.io.load import LoadMode
 from d9d.pipelining.factory import AnyPipelineScheduleConfig, PipelineScheduleGPipeConfig
 from d9d.pipelining.visualize import PICTURE_SUFFIXES
@@ -210,6 +210,12 @@ class CheckpointingConfig(BaseModel):
         default="raise",
         description="What to do where the newest checkpoint is damaged: 'raise' refuses to start, 'fallback' takes the newest "
         "intact one. Default: raise, since steps that were done get lost otherwise.",
+    )
+    on_changed_parameters: OnChangedParameters = Field(
+        default="raise",
+        description="What to do where the model has parameters that the checkpoint lacks, or lacks some that it holds: 'raise' "
+        "refuses to resume, 'allow' keeps the first values of new ones and leaves out old ones, and tells which. Default: "
+        "raise, since a name that has changed would lose what was trained.",
     )
 
 

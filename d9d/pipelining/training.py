@@ -57,6 +57,11 @@ class PipelinedLRScheduler(LRSchedulerProtocol):
         self._schedulers = list(schedulers)
         self._by_stage = _by_stage(0 if mesh_pp is None else mesh_pp.get_local_rank(), self._schedulers)
 
+    @property
+    def by_stage(self) -> dict[str, LRSchedulerProtocol]:
+        """The schedules by their keys in the state dict."""
+        return self._by_stage
+
     def step(self) -> None:
         """Advance the schedules of all stages."""
         for scheduler in self._schedulers:

@@ -2,7 +2,7 @@
 
 import os
 import pickle
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 
 import pytest
@@ -100,18 +100,52 @@ def _marked_limit_s(item: pytest.Item, default_s: float) -> float:
 def _build_call(item: pytest.Function) -> TestCall:
     names = item._fixtureinfo.argnames  # those of the function itself; `funcargs` holds used fixtures too
     arguments = {name: item.funcargs[name] for name in names if name not in RANK_FIXTURES}
+    return _call_of(item, item.originalname, arguments, tuple(name for name in names if name in RANK_FIXTURES))
+
+
+def _call_of(
+    item: pytest.Item, function: str, arguments: dict[str, object], rank_fixtures: tuple[str, ...] = ()
+) -> TestCall:
+    """Describe a call of a function of a test's module."""
     return TestCall(
         source=TestSource(
             path=str(item.path),
-            function=item.originalname,
+            function=function,
             import_mode=str(item.config.getoption("importmode")),
             root=str(item.config.rootpath),
             consider_namespace_packages=item.config.getini("consider_namespace_packages"),
         ),
         arguments=_pickle_arguments(arguments),
-        rank_fixtures=tuple(name for name in names if name in RANK_FIXTURES),
+        rank_fixtures=rank_fixtures,
         environment=dict(os.environ),
     )
+
+
+class OnRanks:
+    """Runs functions of a test's module on ranks, one after another, each on as many as it needs."""
+
+    def __init__(self, item: pytest.Item) -> None:
+        """Take the test."""
+        self._item = item
+
+    def __call__(self, num_ranks: int, function: Callable[..., None], **arguments: object) -> None:
+        """Run a function on ranks with a gloo process group, and fail as it does there. Blocks."""
+        __tracebackhide__ = True
+        call = _call_of(self._item, function.__name__, arguments)
+        reports = self._item.config.stash[_POOL].run(call, num_ranks, _marked_limit_s(self._item, RANK_LIMIT_S))
+        for report in reports:
+            if report.output:
+                self._item.add_report_section(
+                    "call", f"{function.__name__} on rank {report.rank} of {num_ranks}", prefix_output(report)
+                )
+        _conclude(reports)
+
+
+@pytest.fixture
+def on_ranks(request: pytest.FixtureRequest) -> OnRanks:
+    """What runs functions of the module on ranks, for tests of what several meshes do in turn."""
+    assert isinstance(request.node, pytest.Item)
+    return OnRanks(request.node)
 
 
 def _pickle_arguments(arguments: dict[str, object]) -> bytes:

@@ -1,14 +1,12 @@
 """Write and find the training checkpoints of a run."""
 
 import contextlib
-from collections.abc import Generator
-from pathlib import Path
+from collections.abc import Generator, Sequence
 from typing import Any, Protocol, runtime_checkable
 
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.stateful import Stateful
 
-from d9d.checkpoint import CheckpointSaver, load_state, read_metadata
+from d9d.checkpoint import CheckpointContents, CheckpointSaver, load_state, read_metadata
 from d9d.core.dist_context import DistributedContext
 from d9d.core.participants import Participants
 from d9d.loop.component.garbage_collector import ManualGarbageCollector
@@ -19,20 +17,23 @@ from d9d.loop.config import CheckpointingConfig
 _LIMIT_AFTER_FAILURE_S = 5.0
 """Time that a checkpoint in the background has left when the job fails for another reason."""
 
-SavedTensors = dict[str, TensorStorageMetadata | None]
-"""What a checkpoint holds, by flattened key; None for values that are not tensors."""
-
 
 @runtime_checkable
 class PreparesToLoad(Protocol):
     """A state that must see what a checkpoint holds before it can say where to load it to."""
 
-    def prepare_to_load(self, saved: SavedTensors) -> None:
-        """Make room for the saved tensors, so that ``state_dict()`` has an entry for each of them."""
+    # Any: states hold what their owners choose.
+    def prepare_to_load(self, contents: CheckpointContents) -> dict[str, Any]:
+        """Return room for what is to be loaded, in place of ``state_dict()``."""
         ...
 
     def may_be_left(self, key: str) -> bool:
         """Tell whether something that a checkpoint holds, and no rank asks for, is no mistake."""
+        ...
+
+    @property
+    def told(self) -> Sequence[str]:
+        """What people should know about what this rank has loaded."""
         ...
 
 
@@ -125,13 +126,18 @@ class StateCheckpointer:
             return False
         participants = self._checkpoints.participants
         with participants.failing_together():
-            wanted = {STATE_KEY: _asked_for(state, found.path)}
+            contents = CheckpointContents(found.path, read_metadata(found.path), STATE_KEY)
+            wanted = {
+                STATE_KEY: state.prepare_to_load(contents) if isinstance(state, PreparesToLoad) else state.state_dict()
+            }
 
         def may_be_left(key: str) -> bool:
             return isinstance(state, PreparesToLoad) and state.may_be_left(key.removeprefix(f"{STATE_KEY}."))
 
         try:
-            loaded = load_state(found.path, wanted, self._checkpoints.group, may_be_left=may_be_left)
+            loaded = load_state(
+                found.path, wanted, self._checkpoints.group, metadata=contents.metadata, may_be_left=may_be_left
+            )
         except ValueError as error:
             raise ValueError(
                 f"{error}\nIf model, optimizer or metrics were changed since it was written, start another run (run.name), or "
@@ -139,20 +145,9 @@ class StateCheckpointer:
             ) from error
         with participants.failing_together():
             state.load_state_dict(loaded[STATE_KEY])
+        told = participants.gather(tuple(state.told) if isinstance(state, PreparesToLoad) else ())
         if self._dist_context.is_main_process:
             self._dist_context.logger.info("resumed from %s", found.path)
+            for text in dict.fromkeys(text for of_rank in told for text in of_rank):
+                self._dist_context.logger.warning("%s", text)
         return True
-
-
-# Any: states hold what their owners choose.
-def _asked_for(state: Stateful, path: Path) -> dict[str, Any]:
-    """Return what a state wants to load, after it has seen what there is."""
-    if isinstance(state, PreparesToLoad):
-        entries = read_metadata(path).state_dict_metadata
-        state.prepare_to_load(
-            {
-                key.removeprefix(f"{STATE_KEY}."): value if isinstance(value, TensorStorageMetadata) else None
-                for key, value in entries.items()
-            }
-        )
-    return state.state_dict()

@@ -6,7 +6,6 @@ from torch.optim import SGD, Optimizer
 from d9d.core.dist_context import REGULAR_DOMAIN, DistributedContext
 from d9d.core.dist_ops import all_gather_object
 from d9d.core.placement import trainable
-from d9d.core.protocol import LRSchedulerProtocol, OptimizerProtocol
 from d9d.loop.component.job_schedule import JobSchedule
 from d9d.loop.component.tracked_modules import TrackedModules
 from d9d.loop.control import (
@@ -37,7 +36,7 @@ class OptimizerFactory:
         self._lr_scheduler_provider = lr_scheduler_provider
         self._schedule = schedule
 
-    def build_optimizer_and_scheduler(self) -> tuple[OptimizerProtocol, LRSchedulerProtocol]:
+    def build_optimizer_and_scheduler(self) -> tuple[PipelinedOptimizer, PipelinedLRScheduler]:
         """Build them; optimizers run on local shards where their update allows it. All ranks must call it.
 
         Raises:

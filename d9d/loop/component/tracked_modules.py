@@ -46,6 +46,11 @@ class TrackedModules(Stateful):
         """The weights of which other stages have copies too."""
         return self._ties
 
+    @property
+    def is_saved(self) -> StatefulPredicate:
+        """Chooses the entries that checkpoints hold."""
+        return self._predicate
+
     def state_dict(self) -> dict[str, Any]:
         """Return references to the tensors of each stage, under ``pp_<rank>_stage_<index>``."""
         return {

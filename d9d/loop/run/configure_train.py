@@ -30,6 +30,7 @@ from d9d.loop.component.job_schedule import build_job_schedule
 from d9d.loop.component.peer_agreement import PeerAgreement
 from d9d.loop.component.progress import TrainingProgress
 from d9d.loop.component.run_checkpoints import RunCheckpoints
+from d9d.loop.component.trained_state import TrainedState
 from d9d.loop.config import TrainerConfig
 from d9d.loop.control import (
     CreateMetricsContext,
@@ -168,12 +169,9 @@ class TrainingConfigurator:
         logger = JobLogger(context, config.logging, metrics, schedule, config.run, hparams, progress)
         parts: dict[str, Any] = {
             "schedule": schedule,
-            "tracked_modules": modules,
             STREAM_KEY: packs,
             "logger": logger,
             "task": task,
-            "optimizer": optimizer,
-            "lr_scheduler": lr_scheduler,
         }
         parts_of_rank = {"metrics": metrics, "random": RandomState(context.current_device)}
         return TrainJobState(
@@ -207,7 +205,14 @@ class TrainingConfigurator:
                 dist_context=context,
                 parts=parts,
                 parts_of_rank=parts_of_rank,
-                stages_by_rank=pipeline.stages_by_rank,
+                trained=TrainedState.of_job(
+                    context,
+                    modules,
+                    optimizer,
+                    lr_scheduler,
+                    pipeline.stages_by_rank,
+                    config.checkpointing.on_changed_parameters,
+                ),
                 saved_elsewhere=() if pipeline.has_last_stage else ("task",),
             ),
             exporter=ModelStageExporter(self._model_provider, modules, context),

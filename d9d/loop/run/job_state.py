@@ -6,25 +6,22 @@ from collections.abc import Collection, Container, Mapping
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.stateful import Stateful
-from torch.optim import Optimizer
 
-from d9d.checkpoint import Document
+from d9d.checkpoint import CheckpointContents, Document
 from d9d.core.device import random_state, set_random_state
 from d9d.core.dist_context import DistributedContext
-from d9d.core.placement import local_tensor
-from d9d.loop.component.checkpointer import SavedTensors
 from d9d.loop.component.data_position import STREAM_KEY
-from d9d.loop.component.tracked_modules import TrackedModules
-from d9d.pipelining.training import PipelinedOptimizer
+from d9d.loop.component.trained_state import TrainedState
 
-_ONLY_IN_TRAINING = ("tracked_modules.", "optimizer.")
+_ONLY_IN_TRAINING = ("tracked_modules.", "model.", "optimizer.")
 """Beginnings of keys that tell the checkpoint of a training job."""
-_LEVELS_OF_JOB = {"task": 0, "lr_scheduler": 1, STREAM_KEY: 1, "logger": 2}
+_LEVELS_OF_JOB = {"task": 0, STREAM_KEY: 1, "logger": 2}
 """How many levels of keys are the job's own in states whose form belongs to others, see [Note: documents]."""
-_LEFT = re.compile(r"cut\.|logger\.|of_[0-9]+_ranks\.")
-"""Beginnings of keys that a job may not ask for: what tells the cut, a tracker that is off, the state of other ranks."""
+_OF_RANKS = re.compile(r"(of_[0-9]+_ranks[^.]*)\.")
+"""Beginning of the keys of the state of ranks, with the ranks."""
+_LEFT = re.compile(r"logger\.|of_[0-9]+_ranks")
+"""Beginnings of keys that a job may not ask for: a tracker that is off, the state of other ranks."""
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -32,8 +29,9 @@ class CheckpointedState(Stateful):
     """The parts of a job whose state a checkpoint holds, by their key in it.
 
     [Note: state of a rank]
-    Random generators and partial sums of metrics differ from rank to rank. They are saved under the number of ranks and
-    the rank, and restored where a job resumes on as many ranks; elsewhere both start anew.
+    Random generators and partial sums of metrics differ from rank to rank, and what a rank has of them makes sense in its place
+    in the mesh only: peers that hold the same activations have the same sums. They are saved under the mesh and the rank, and
+    restored where a job resumes on the same mesh; elsewhere both start anew, and that is told.
 
     [Note: state of the last stage]
     In a pipeline a task sees losses and outputs on the ranks with the last stage only. What it counts there is saved
@@ -42,121 +40,103 @@ class CheckpointedState(Stateful):
 
     dist_context: DistributedContext
     parts: Mapping[str, Stateful]
-    """State that belongs to the job. In training it includes ``optimizer``, a `PipelinedOptimizer`."""
+    """State that belongs to the job."""
     parts_of_rank: Mapping[str, Stateful]
     """State that belongs to this rank."""
-    stages_by_rank: tuple[tuple[int, ...], ...] = ((0,),)
-    """Stages that each pipeline rank hosts."""
+    trained: TrainedState | None = None
+    """What training changes; None in inference."""
     saved_elsewhere: Container[str] = ()
     """Keys of the parts that other ranks save. See [Note: state of the last stage]."""
-    has_state_of_rank: bool = True
-    """Whether the checkpoint to load was saved by as many ranks."""
-    is_loading: bool = False
-    """Whether `state_dict` is asked for what is to be loaded."""
+    told: list[str] = dataclasses.field(default_factory=list[str])
+    """What people should know about what was loaded."""
+    _ranks_to_load: str | None = None
 
-    def prepare_to_load(self, saved: SavedTensors) -> None:
-        """Make room for the state of optimizers, which have none before their first step.
+    # Any: state dicts hold what their owners choose.
+    def prepare_to_load(self, contents: CheckpointContents) -> dict[str, Any]:
+        """Return room for what is to be loaded.
 
         Raises:
-            ValueError: If an inference job finds the checkpoint of a training job, whose steps are other ones, or a
-                training job one of a model that was cut into other stages.
+            ValueError: If an inference job finds the checkpoint of a training job, whose steps are other ones, or a training
+                job one that `TrainedState` can not resume from.
         """
-        optimizer = self.parts.get("optimizer")
-        if optimizer is None:
-            refuse_training_checkpoint(saved)
-        if optimizer is not None:
-            self._refuse_other_cut(saved)
-        if isinstance(optimizer, PipelinedOptimizer):
-            for key, of_stage in optimizer.by_stage.items():
-                assert isinstance(of_stage, Optimizer)  # so says the optimizer provider
-                prefix = f"optimizer.{key}.state."
-                entries = {name.removeprefix(prefix): value for name, value in saved.items() if name.startswith(prefix)}
-                _make_room(of_stage, entries)
-        self.is_loading = True
-        self.has_state_of_rank = any(name.startswith(f"{self._ranks_key}.") for name in saved)
+        if self.trained is None:
+            refuse_training_checkpoint(contents.names)
+        self.told = []
+        self._ranks_to_load = self._find_ranks(contents)
+        state = self._state_of_parts(self.parts)
+        if self._ranks_to_load is not None:
+            state[self._ranks_to_load] = self._state_of_rank()
+        if self.trained is not None:
+            state |= self.trained.prepare_to_load(contents)
+        return state
 
     def may_be_left(self, key: str) -> bool:
         """Tell whether something that a checkpoint holds, and no rank asks for, is no mistake."""
-        return _LEFT.match(key) is not None
+        return _LEFT.match(key) is not None or (self.trained is not None and self.trained.may_be_left(key))
 
-    def _refuse_other_cut(self, saved: SavedTensors) -> None:
-        """Refuse to load stages by their place on a rank where another stage was saved."""
-        cuts = [name.removeprefix("cut.") for name in saved if name.startswith("cut.")]
-        if cuts and cuts != [self._cut]:
-            raise ValueError(
-                f"cannot resume: the pipeline ranks of the job that wrote the newest checkpoint host stages {cuts[0]}, "
-                f"those of this job {self._cut}. Set mesh.pipeline_parallel and trainer.pipelining.schedule as they were, "
-                f"or start another run (run.name)."
-            )
-
-    def _optimized(self) -> dict[str, list[str]]:
-        """Name the parameters of each optimizer, in the order in which their state is numbered."""
-        tracked, optimizer = self.parts.get("tracked_modules"), self.parts.get("optimizer")
-        if not isinstance(optimizer, PipelinedOptimizer) or not isinstance(tracked, TrackedModules):
-            return {}
-        names = {id(parameter): name for module in tracked.modules for name, parameter in module.named_parameters()}
-        return {
-            key: [
-                names.get(id(parameter), "unnamed") for group in of_stage.param_groups for parameter in group["params"]
-            ]
-            for key, of_stage in optimizer.by_stage.items()
-            if isinstance(of_stage, Optimizer)
-        }
-
-    def _refuse_other_parameters(self, saved: dict[str, list[str]]) -> None:
-        """Refuse state that is saved by number where another parameter has that number."""
-        for stage, here in self._optimized().items():
-            there = saved[stage]
-            if there != here:
-                changed = [f"{old} there, {new} here" for old, new in zip(there, here, strict=False) if old != new]
-                raise ValueError(
-                    f"the optimizer of {stage} has {len(there)} parameters in the checkpoint and {len(here)} in the job, or "
-                    f"in another order: {'; '.join(changed[:3]) or 'the last ones'}. Build it from the same ones."
-                )
-
-    @property
-    def _cut(self) -> str:
-        return " | ".join(" and ".join(map(str, stages)) for stages in self.stages_by_rank)
+    def _find_ranks(self, contents: CheckpointContents) -> str | None:
+        """Return the key of the state of ranks, if it can be restored on this mesh."""
+        saved = dict.fromkeys(match[1] for name in contents.names if (match := _OF_RANKS.match(name)))
+        if self._ranks_key in saved or not saved:
+            return self._ranks_key if saved else None
+        self.told.append(
+            f"random generators and the sums of metrics since they were last logged start anew: they are those of another "
+            f"mesh, {', '.join(saved)}, and this job is {self._ranks_key}"
+        )
+        return None
 
     @property
     def _ranks_key(self) -> str:
-        return f"of_{self.dist_context.world_size}_ranks"
+        degrees = {name: degree for name, degree in self.dist_context.mesh_params.model_dump().items() if degree > 1}
+        mesh = "".join(f", {name} {degree}" for name, degree in degrees.items())
+        cut = (
+            "" if self.trained is None or not self.dist_context.mesh_params.has_pipeline_parallel else self.trained.cut
+        )
+        return f"of_{self.dist_context.world_size}_ranks{mesh}{cut and f', stages {cut}'}"
 
     # Any: state dicts hold what their owners choose.
-    def state_dict(self) -> dict[str, Any]:
-        """Return references to the state of all parts."""
-        state: dict[str, Any] = {
+    def _state_of_parts(self, parts: Mapping[str, Stateful]) -> dict[str, Any]:
+        return {
             name: _with_documents(part.state_dict(), _LEVELS_OF_JOB[name])
             if name in _LEVELS_OF_JOB
             else part.state_dict()
-            for name, part in self.parts.items()
-            if self.is_loading or name not in self.saved_elsewhere
+            for name, part in parts.items()
         }
-        if "optimizer" in self.parts:
-            state["optimized"] = self._optimized()
-        if "optimizer" in self.parts and not self.is_loading:
-            # The name is what is saved: it can be read before anything is loaded.
-            state["cut"] = {self._cut: 0}
-        if self.has_state_of_rank:
-            of_rank = {name: Document(part.state_dict()) for name, part in self.parts_of_rank.items()}
-            state[self._ranks_key] = {str(self.dist_context.rank): of_rank}
+
+    def _state_of_rank(self) -> dict[str, Any]:
+        return {
+            str(self.dist_context.rank): {
+                name: Document(part.state_dict()) for name, part in self.parts_of_rank.items()
+            }
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return references to the state of all parts."""
+        state = self._state_of_parts(
+            {name: part for name, part in self.parts.items() if name not in self.saved_elsewhere}
+        )
+        state[self._ranks_key] = self._state_of_rank()
+        if self.trained is not None:
+            state |= self.trained.state_dict()
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore all parts.
 
+        Args:
+            state_dict: What `prepare_to_load` returned, filled.
+
         Raises:
-            ValueError: If an optimizer has other parameters than when it was saved.
+            ValueError: If parameters of one group of an optimizer had different options.
         """
-        if "optimizer" in self.parts:
-            self._refuse_other_parameters(state_dict["optimized"])
+        if self.trained is not None:
+            self.told += self.trained.load_state_dict(state_dict)
         for name, part in self.parts.items():
             part.load_state_dict(state_dict[name])
-        if self.has_state_of_rank:
-            of_rank = state_dict[self._ranks_key][str(self.dist_context.rank)]
+        if self._ranks_to_load is not None:
+            of_rank = state_dict[self._ranks_to_load][str(self.dist_context.rank)]
             for name, part in self.parts_of_rank.items():
                 part.load_state_dict(of_rank[name])
-        self.has_state_of_rank, self.is_loading = True, False
 
 
 # Any: state dicts hold what their owners choose.
@@ -196,21 +176,3 @@ class RandomState(Stateful):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the generators."""
         set_random_state(self._device, state_dict)
-
-
-def _make_room(optimizer: Optimizer, saved: SavedTensors) -> None:
-    """Give an optimizer an empty state of the saved shapes, laid out like its parameters."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for key, metadata in saved.items():
-        index, _, name = key.partition(".")
-        if int(index) >= len(parameters):
-            continue  # nobody asks for it, and that is refused with its name
-        parameter = parameters[int(index)]
-        if not isinstance(metadata, TensorStorageMetadata):
-            optimizer.state[parameter][name] = None
-        elif metadata.size == parameter.shape and name != "step":
-            local = local_tensor(parameter)
-            empty = torch.empty(local.shape, dtype=metadata.properties.dtype, device=local.device)
-            optimizer.state[parameter][name] = empty
-        else:
-            optimizer.state[parameter][name] = torch.empty(metadata.size, dtype=metadata.properties.dtype)

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
+from d9d.checkpoint import CheckpointContents
 from d9d.checkpoint.documents import expanded, filled
 from d9d.core.dist_context import DeviceMeshParameters
 from d9d.loop.auto import AutoDataConfig, AutoDataProvider
@@ -251,11 +253,17 @@ def test_another_mesh_goes_on_with_the_same_samples(tmp_path):
 def test_random_states_of_another_number_of_ranks_are_left_alone(tmp_path):
     checkpointed = build(DeviceMeshParameters(), tmp_path).inference._state.checkpointed
     assert "of_1_ranks" in checkpointed.state_dict()
-    checkpointed.prepare_to_load({"schedule.current_step": None, "of_2_ranks.0.random.cpu": None})
-    state = checkpointed.state_dict()
+    names = ("state.schedule.current_step", "state.of_2_ranks, data_parallel_shard 2.0.random.#document")
+    metadata = Metadata(dict.fromkeys(names, BytesStorageMetadata()))
+    state = checkpointed.prepare_to_load(CheckpointContents(tmp_path, metadata, "state"))
     assert sorted(state) == ["microbatch_pack_stream", "schedule", "task"]
     before = torch.get_rng_state()
     checkpointed.load_state_dict(filled(state, expanded(state)))
+    (told,) = checkpointed.told
+    assert (
+        "start anew: they are those of another mesh, of_2_ranks, data_parallel_shard 2, and this job is of_1_ranks"
+        in told
+    )
     assert torch.equal(torch.get_rng_state(), before)
     assert "of_1_ranks" in checkpointed.state_dict()
 
