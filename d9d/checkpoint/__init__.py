@@ -2,6 +2,7 @@
 
 from d9d.checkpoint.contents import CheckpointContents
 from d9d.checkpoint.documents import Document
+from d9d.checkpoint.earlier_layout import in_present_layout
 from d9d.checkpoint.folder import CheckpointFolder, SavedCheckpoint
 from d9d.checkpoint.load import (
     OnChangedParameters,
@@ -25,6 +26,7 @@ __all__ = [
     "OnCorrupt",
     "SavedCheckpoint",
     "find_checkpoint",
+    "in_present_layout",
     "load_state",
     "read_metadata",
     "verify_checkpoint",
