@@ -99,8 +99,9 @@ def _cut(num_bytes: int, first: int) -> Iterator[tuple[int, int]]:
 
 def _digest_parts(parts: list[tuple[memoryview, object]]) -> bytes:
     sha256 = hashlib.sha256()
-    while parts:  # taken out one by one: the task is remembered for its result, and must not keep memory alive
-        sha256.update(parts.pop(0)[0])
+    for data, _ in parts:
+        sha256.update(data)
+    parts.clear()  # whoever waits for the result still has the list, which must not keep memory alive
     return sha256.digest()
 
 

@@ -23,6 +23,7 @@ from d9d.checkpoint.folder import CheckpointFolder, Probe, ignore_points
 from d9d.checkpoint.planners import ValuesAsJsonSavePlanner
 from d9d.checkpoint.record import CommitRecord
 from d9d.checkpoint.writer import CheckpointWriter, Written
+from d9d.core.os_errors import reason_of, reworded
 from d9d.core.participants import Participants
 
 __all__ = ["CheckpointSaver"]
@@ -178,7 +179,8 @@ class CheckpointSaver:
         try:
             yield
         except OSError as error:
-            raise OSError(f"could not save the checkpoint {self._folder.final_path(step)}: {error}") from error
+            reason = f"could not save the checkpoint {self._folder.final_path(step)}: {reason_of(error)}"
+            raise reworded(error, reason) from error
         except RuntimeError as error:
             raise RuntimeError(f"could not save the checkpoint {self._folder.final_path(step)}: {error}") from error
 

@@ -145,6 +145,17 @@ def test_rows_columns_and_other_strides(tmp_path: Path, dim: int, dtype: torch.d
     assert torch.equal(again["turned"], full.t())
 
 
+def test_parts_of_larger_storages(tmp_path: Path):
+    """They are copied to be written. The copies must live until they are hashed."""
+    large = torch.arange(1_000_000.0)
+    parts = {f"from_{start}": large[start : start + 1000] for start in range(0, 100_000, 1000)}
+    CheckpointSaver(CheckpointFolder(tmp_path, LOGGER), participants()).save(parts, 1)
+    assert verify_checkpoint(CheckpointFolder(tmp_path, LOGGER).complete()[0]) == []
+    wanted = {name: torch.zeros(1000) for name in parts}
+    load_state(tmp_path / "save-1", wanted, None)
+    assert all(torch.equal(wanted[name], part) for name, part in parts.items())
+
+
 def test_files_that_end_early_are_named_without_verification(tmp_path: Path):
     save(tmp_path, None)
     path = tmp_path / "save-1" / "__0_0.distcp"
