@@ -1,6 +1,7 @@
 """Training checkpoints: written atomically over all ranks, verified when they are read."""
 
 from d9d.checkpoint.contents import CheckpointContents
+from d9d.checkpoint.digest import FileDigest
 from d9d.checkpoint.documents import Document
 from d9d.checkpoint.earlier_layout import in_present_layout
 from d9d.checkpoint.folder import CheckpointFolder, SavedCheckpoint
@@ -12,7 +13,7 @@ from d9d.checkpoint.load import (
     read_metadata,
     verify_checkpoint,
 )
-from d9d.checkpoint.record import CommitRecord, FileDigest
+from d9d.checkpoint.record import CommitRecord
 from d9d.checkpoint.save import CheckpointSaver
 
 __all__ = [

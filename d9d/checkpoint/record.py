@@ -11,21 +11,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
-__all__ = ["RECORD_NAME", "CommitRecord", "FileDigest", "digest_file", "is_plain_name"]
+from d9d.checkpoint.digest import FileDigest, digest_file
+
+__all__ = ["RECORD_NAME", "CommitRecord", "is_plain_name"]
 
 RECORD_NAME = "commit.json"
 """Name of the commit record in the folder of a checkpoint."""
 
-_VERSION = 1
+_VERSION = 2
 _MAX_BYTES = 1 << 30
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class FileDigest:
-    """Size and SHA-256 of a file of a checkpoint."""
-
-    size_bytes: int
-    sha256: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,10 +119,3 @@ class CommitRecord:
 def is_plain_name(name: str) -> bool:
     """Tell whether a name is that of a file in the folder that it is looked up in."""
     return name not in ("", ".", "..") and not any(character in name for character in "/\\\0")
-
-
-def digest_file(path: Path) -> FileDigest:
-    """Read a file and return its size and SHA-256. Blocks; other threads run meanwhile."""
-    with path.open("rb") as file:
-        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-        return FileDigest(size_bytes=file.tell(), sha256=sha256)

@@ -17,18 +17,16 @@ from typing import Any, final
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-from torch.distributed.checkpoint.storage import WriteResult
 
 from d9d.checkpoint.documents import expanded
 from d9d.checkpoint.folder import CheckpointFolder, Probe, ignore_points
 from d9d.checkpoint.planners import ValuesAsJsonSavePlanner
-from d9d.checkpoint.record import CommitRecord, FileDigest
-from d9d.checkpoint.writer import HashingWriter
+from d9d.checkpoint.record import CommitRecord
+from d9d.checkpoint.writer import CheckpointWriter, Written
+from d9d.core.os_errors import reason_of, reworded
 from d9d.core.participants import Participants
 
 __all__ = ["CheckpointSaver"]
-
-_Written = tuple[list[WriteResult], dict[str, FileDigest]]
 
 
 @final
@@ -124,7 +122,7 @@ class CheckpointSaver:
         with self._participants.failing_together():
             if self._participants.rank == 0:
                 self._folder.begin(step)
-        writer, planner = HashingWriter(self._folder.partial_path(step)), ValuesAsJsonSavePlanner()
+        writer, planner = CheckpointWriter(self._folder.partial_path(step)), ValuesAsJsonSavePlanner()
         metadata = self._plan(state, planner, writer)
         if self._in_background is not None:
             with self._participants.failing_together():
@@ -142,7 +140,9 @@ class CheckpointSaver:
 
         return write
 
-    def _plan(self, state: dict[str, Any], planner: ValuesAsJsonSavePlanner, writer: HashingWriter) -> Metadata | None:
+    def _plan(
+        self, state: dict[str, Any], planner: ValuesAsJsonSavePlanner, writer: CheckpointWriter
+    ) -> Metadata | None:
         """Agree on who writes what. The first rank alone learns of all."""
         is_first = self._participants.rank == 0
         with self._participants.failing_together():
@@ -159,19 +159,18 @@ class CheckpointSaver:
         return metadata
 
     def _write(
-        self, planner: ValuesAsJsonSavePlanner, writer: HashingWriter, participants: Participants
-    ) -> list[_Written] | None:
+        self, planner: ValuesAsJsonSavePlanner, writer: CheckpointWriter, participants: Participants
+    ) -> list[Written] | None:
         """Write the part of this rank. The first rank alone learns what all have written."""
         self._probe("before_write")
         with participants.failing_together():
             results = writer.write_data(planner.plan, planner).value()
         self._probe("after_write")
-        return participants.gather_to_first((results, writer.digests))
+        return participants.gather_to_first(Written(results=results, files=writer.files, starts=writer.starts))
 
-    def _commit(self, writer: HashingWriter, metadata: Metadata, written: Sequence[_Written], step: int) -> None:
-        files = {name: digest for _, digests in written for name, digest in digests.items()}
-        writer.finish(metadata, [results for results, _ in written])
-        files |= writer.digests
+    def _commit(self, writer: CheckpointWriter, metadata: Metadata, written: Sequence[Written], step: int) -> None:
+        writer.finish_all(metadata, written)
+        files = {name: digest for of_rank in written for name, digest in of_rank.files.items()} | writer.files
         self._folder.commit(CommitRecord(step=step, num_ranks=len(written), files=files))
 
     @contextlib.contextmanager
@@ -180,7 +179,8 @@ class CheckpointSaver:
         try:
             yield
         except OSError as error:
-            raise OSError(f"could not save the checkpoint {self._folder.final_path(step)}: {error}") from error
+            reason = f"could not save the checkpoint {self._folder.final_path(step)}: {reason_of(error)}"
+            raise reworded(error, reason) from error
         except RuntimeError as error:
             raise RuntimeError(f"could not save the checkpoint {self._folder.final_path(step)}: {error}") from error
 

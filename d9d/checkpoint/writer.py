@@ -1,31 +1,44 @@
 """Writes the files of a checkpoint: PyTorch's distributed checkpoint format, each file hashed and on the disk."""
 
-import hashlib
+import dataclasses
 import io
 import os
-from collections.abc import Generator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+from typing import IO, cast
 
+import numpy as np
+import torch
 from torch.distributed.checkpoint import filesystem
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.filesystem import (
+    _StorageInfo,  # pyright: ignore[reportPrivateUsage]  # what the reader of PyTorch takes (2.11 to 2.14)
+)
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from typing_extensions import Buffer
 
-from d9d.checkpoint.record import FileDigest
+from d9d.checkpoint.digest import FileDigest, PieceHasher
 from d9d.checkpoint.safe_reader import MANIFEST_NAME, manifest_of
 
-__all__ = ["HashingWriter", "sync_folder"]
-
-_MIN_BYTES_IN_THREAD = 1 << 16
-"""Below this a thread costs more than it saves."""
+__all__ = ["CheckpointWriter", "Written", "sync_folder"]
 
 
-class HashingWriter(filesystem.FileSystemWriter):
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Written:
+    """What a rank has written of a checkpoint."""
+
+    results: Sequence[WriteResult]
+    """Where each part is."""
+    files: dict[str, FileDigest]
+    """Its files, by name."""
+    starts: dict[MetadataIndex, int]
+    """Offset in the file of the first element of tensors whose elements follow each other there, row by row."""
+
+
+class CheckpointWriter(filesystem.FileSystemWriter):
     """Writes a checkpoint to a new folder, with each file on the disk and hashed before it says so.
 
     The bytes depend on the state alone.
@@ -33,23 +46,46 @@ class HashingWriter(filesystem.FileSystemWriter):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, overwrite=False)
-        self.digests: dict[str, FileDigest] = {}
+        self.files: dict[str, FileDigest] = {}
         """Files that this rank has written."""
-        self.fs = _HashingFileSystem(self.digests)
+        self.starts: dict[MetadataIndex, int] = {}
+        """See `Written.starts`."""
+        self.fs = _HashingFileSystem(self.files)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write what a plan asks for. Blocks."""
+        results: list[WriteResult] = []
         if plan.items:
-            return super().write_data(plan, planner)
-        nothing: Future[list[WriteResult]] = Future()
-        nothing.set_result([])
-        return nothing
+            name = f"{plan.storage_data.prefix}0{filesystem.DEFAULT_SUFFIX}"
+            with self.fs.create_stream(Path(self.path) / name, "wb") as file:
+                # Values first, as PyTorch does.
+                items = sorted(plan.items, key=lambda item: item.type is not WriteItemType.BYTE_IO)
+                results = [self._write_item(file, name, item, planner) for item in items]
+                os.fsync(file.fileno())
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
 
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write which part of which tensor is where. Blocks. One rank must call it."""
-        super().finish(metadata, results)
+    def _write_item(self, file: "_HashingStream", name: str, item: WriteItem, planner: SavePlanner) -> WriteResult:
+        offset = file.tell()
+        data = planner.resolve_data(item)
+        if isinstance(data, torch.Tensor):
+            start = file.write_tensor(data.detach())
+            if start is not None:
+                self.starts[item.index] = start
+        else:
+            file.write(data.getbuffer())
+        length = file.tell() - offset
+        return WriteResult(
+            index=item.index, size_in_bytes=length, storage_data=_StorageInfo(name, offset=offset, length=length)
+        )
+
+    def finish_all(self, metadata: Metadata, written: Sequence[Written]) -> None:
+        """Write which part of which tensor is where. Blocks. One rank must call it, with what all have written."""
+        super().finish(metadata, [list(of_rank.results) for of_rank in written])
+        starts = {index: start for of_rank in written for index, start in of_rank.starts.items()}
         with self.fs.create_stream(Path(self.path) / MANIFEST_NAME, "wb") as file:
-            file.write(manifest_of(metadata))
+            file.write(manifest_of(metadata, starts))
             os.fsync(file.fileno())
 
     def storage_meta(self) -> StorageMeta | None:
@@ -60,53 +96,67 @@ class HashingWriter(filesystem.FileSystemWriter):
 class _HashingFileSystem(filesystem.FileSystem):
     """Hashes what is written to files."""
 
-    def __init__(self, digests: dict[str, FileDigest]) -> None:
-        self._digests = digests
+    def __init__(self, files: dict[str, FileDigest]) -> None:
+        self._files = files
 
     @contextmanager
-    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase, None, None]:
-        with ThreadPoolExecutor(1) as executor, Path(path).open(mode) as file:
-            stream = _HashingStream(file, executor)
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator["_HashingStream", None, None]:
+        with Path(path).open(mode) as file:
+            stream = _HashingStream(file)
             yield stream
-        self._digests[Path(path).name] = stream.digest
+        self._files[Path(path).name] = stream.digest()
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
         super().rename(path, new_path)
-        self._digests[Path(new_path).name] = self._digests.pop(Path(path).name)
+        self._files[Path(new_path).name] = self._files.pop(Path(path).name)
 
 
 class _HashingStream(io.RawIOBase):
-    """Writes and hashes at the same time: neither holds the interpreter's lock. What is written is not read again."""
+    """Writes, while other threads hash what is written, from where it is in memory.
 
-    def __init__(self, file: IO[bytes], executor: ThreadPoolExecutor) -> None:
+    Hashing goes on while later data are written, and while the disk is waited for. So tensors are held until then.
+    """
+
+    def __init__(self, file: IO[bytes]) -> None:
         self._file = file
-        self._executor = executor
-        self._sha256 = hashlib.sha256()
-        self._num_bytes = 0
+        self._hasher = PieceHasher()
+        self._tensor: torch.Tensor | None = None
+        self._start: int | None = None
 
-    @property
-    def digest(self) -> FileDigest:
-        """Size and digest of what was written so far."""
-        return FileDigest(size_bytes=self._num_bytes, sha256=self._sha256.hexdigest())
+    def write_tensor(self, data: torch.Tensor) -> int | None:
+        """Write a tensor in PyTorch's format.
+
+        Returns:
+            Where the first element is, if all of them follow each other row by row.
+        """
+        tensor = data.cpu()
+        if tensor.untyped_storage().nbytes() != tensor.nbytes:
+            tensor = tensor.clone()  # a part of a larger storage, all of which would be written
+        self._tensor, self._start = tensor, None
+        torch.save(tensor, cast(IO[bytes], self))
+        self._tensor = None
+        if tensor is not data:
+            self._hasher.wait()  # a copy that nobody else needs
+        return self._start if tensor.is_contiguous() else None
 
     def writable(self) -> bool:
         return True
 
     def write(self, data: Buffer) -> int:
         view = memoryview(data).cast("B")
-        if len(view) < _MIN_BYTES_IN_THREAD:
-            self._sha256.update(view)
-            self._file.write(view)
+        if self._tensor is not None and _is_memory_of(self._tensor, view):
+            self._start = self.tell()
+            self._hasher.append(view, self._tensor)
         else:
-            # The memory may be changed as soon as this returns, so it waits for both.
-            hashed = self._executor.submit(self._sha256.update, view)
-            self._file.write(view)
-            hashed.result()
-        self._num_bytes += len(view)
+            self._hasher.append(memoryview(bytes(view)), None)
+        self._file.write(view)
         return len(view)
 
+    def digest(self) -> FileDigest:
+        return self._hasher.digest()
+
     def tell(self) -> int:
-        return self._num_bytes
+        return self._hasher.num_bytes
 
     def flush(self) -> None:
         if not self._file.closed:
@@ -115,6 +165,13 @@ class _HashingStream(io.RawIOBase):
     def fileno(self) -> int:
         self._file.flush()
         return self._file.fileno()
+
+
+def _is_memory_of(tensor: torch.Tensor, view: memoryview) -> bool:
+    """Tell whether a view is all the memory of a tensor, which thus lives as long as the tensor does."""
+    if len(view) == 0 or len(view) != tensor.nbytes:
+        return False
+    return np.frombuffer(view, np.uint8).__array_interface__["data"][0] == tensor.untyped_storage().data_ptr()
 
 
 def sync_folder(folder: Path) -> None:

@@ -1,13 +1,14 @@
 """The ranks that load or export together, and fail together."""
 
 import contextlib
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import NamedTuple, TypeVar, final
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from d9d.core.dist_ops import all_gather_object, gather_object
+from d9d.core.os_errors import reason_of
 
 __all__ = ["Participants"]
 
@@ -19,6 +20,10 @@ class _Failure(NamedTuple):
 
     kind: str
     text: str
+    number: int | None = None
+    """Number of an error of the operating system."""
+    path: str | None = None
+    """What such an error is about."""
 
 
 @final
@@ -111,8 +116,9 @@ class Participants:
             error: What went wrong on this rank.
 
         Raises:
-            FileNotFoundError, ValueError: If all errors are such ones; OSError: if one of them is one; RuntimeError
-                otherwise. It names the ranks. A process on its own raises its error as it is.
+            FileNotFoundError, ValueError: If all errors are such ones; OSError: if one of them is one, with its number and
+                path if all have the same; RuntimeError otherwise. It names the ranks. A process on its own raises its error
+                as it is.
         """
         if self._size == 1:
             if error is not None:
@@ -125,11 +131,11 @@ class Participants:
                 ranks_by_failure.setdefault(failure, []).append(rank)
         if not ranks_by_failure:
             return
-        text = "\n".join(
-            f"on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} of {self._size}: {failure.text}"
+        named = {
+            failure: f"on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} of {self._size}"
             for failure, ranks in ranks_by_failure.items()
-        )
-        raise _error_of({failure.kind for failure in ranks_by_failure}, text) from error
+        }
+        raise _error_of(named) from error
 
 
 def _scattered(values: Sequence[T] | None, group: dist.ProcessGroup) -> Sequence[T] | None:
@@ -145,19 +151,35 @@ def _scattered(values: Sequence[T] | None, group: dist.ProcessGroup) -> Sequence
 
 def _failure(error: Exception) -> _Failure:
     match error:
-        case FileNotFoundError():
-            return _Failure("FileNotFoundError", str(error))
         case OSError():
-            return _Failure("OSError", str(error))
+            kind = "FileNotFoundError" if isinstance(error, FileNotFoundError) else "OSError"
+            path = None if error.filename is None else str(error.filename)
+            return _Failure(kind, reason_of(error), error.errno, path)
         case ValueError():
             return _Failure("ValueError", str(error))
         case _:
             return _Failure("RuntimeError", f"{type(error).__name__}: {error}")
 
 
-def _error_of(kinds: set[str], text: str) -> Exception:
+def _error_of(named: Mapping[_Failure, str]) -> Exception:
+    """Return an error for failures, each with the ranks that have it in words."""
+    kinds = {failure.kind for failure in named}
+    if len({(failure.number, failure.path) for failure in named}) == 1:
+        number, path = next((failure.number, failure.path) for failure in named)
+        text = "\n".join(f"{ranks}: {failure.text}" for failure, ranks in named.items())
+    else:
+        number, path = None, None
+        text = "\n".join(f"{ranks}: {_whole_text(failure)}" for failure, ranks in named.items())
+    if number is not None:
+        return OSError(number, text, path)
     if kinds == {"FileNotFoundError"}:
         return FileNotFoundError(text)
     if kinds & {"OSError", "FileNotFoundError"}:
         return OSError(text)
     return ValueError(text) if kinds == {"ValueError"} else RuntimeError(text)
+
+
+def _whole_text(failure: _Failure) -> str:
+    if failure.number is None:
+        return failure.text
+    return str(OSError(failure.number, failure.text, failure.path))

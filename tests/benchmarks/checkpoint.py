@@ -13,11 +13,12 @@ Variants take turns; each save goes to a new folder, which is removed outside of
 
 import argparse
 import logging
+import os
 import shutil
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -34,14 +35,29 @@ TENSOR_BYTES = 16 << 20
 LOGGER = logging.getLogger("benchmark")
 
 
-def timed(action: Callable[[], object]) -> float:
-    """Return the microseconds that an action takes, of the slowest rank."""
-    dist.barrier()
-    start = time.perf_counter()
-    action()
-    duration = torch.tensor((time.perf_counter() - start) * 1e6)
-    dist.all_reduce(duration, op=dist.ReduceOp.MAX)
-    return duration.item()
+class Clock:
+    """Wall and CPU time of actions, by name, one value for each round."""
+
+    def __init__(self) -> None:
+        self.wall_us: dict[str, list[float]] = {}
+        self.cpu_us: dict[str, list[float]] = {}
+
+    def time(self, name: str, action: Callable[[], object]) -> None:
+        """Take the time of an action: on the clock that of the slowest rank, of cores that of all ranks."""
+        dist.barrier()
+        start, cpu_start = time.perf_counter(), time.process_time()
+        action()
+        wall = torch.tensor((time.perf_counter() - start) * 1e6)
+        cpu = torch.tensor((time.process_time() - cpu_start) * 1e6)
+        dist.all_reduce(wall, op=dist.ReduceOp.MAX)
+        dist.all_reduce(cpu)
+        self.wall_us.setdefault(name, []).append(wall.item())
+        self.cpu_us.setdefault(name, []).append(cpu.item())
+
+    def report(self, title: str, names: Sequence[str], baseline: str) -> None:
+        """Print ratios to a baseline. The first round, which makes buffers and warms caches, does not count."""
+        for kind, times in (("", self.wall_us), ("CPU of all ranks, ", self.cpu_us)):
+            report(f"{kind}{title}", {name: times[name][1:] for name in names}, baseline)
 
 
 def fresh(folder: Path) -> Path:
@@ -76,47 +92,47 @@ def main() -> None:
     ours = CheckpointSaver(CheckpointFolder(root / "ours", LOGGER), world)
     in_background = CheckpointSaver(CheckpointFolder(root / "background", LOGGER), world, background)
 
-    saves: dict[str, list[float]] = {name: [] for name in ("dcp", "ours", "ours, wait", "ours, complete", "copy")}
-    loads: dict[str, list[float]] = {name: [] for name in ("dcp", "ours", "ours, verified")}
+    clock = Clock()
+
+    def save_both(index: int) -> None:
+        fresh(root / "dcp")
+        fresh(root / "ours")
+        pair: list[tuple[str, Callable[[], object]]] = [
+            ("save: dcp", lambda: dcp.save(state, checkpoint_id=root / "dcp")),
+            ("save: ours", lambda: ours.save(state, 1)),
+        ]
+        for name, action in pair[:: 1 if index % 2 else -1]:
+            os.sync()  # the disk may still be busy with the round before
+            clock.time(name, action)
+
+    def save_in_background() -> None:
+        fresh(root / "background")
+        os.sync()
+        clock.time("save: ours, wait", lambda: in_background.save(state, 1))
+        clock.time("save: ours, then", in_background.wait)
 
     def verify_and_load() -> None:
         found = find_checkpoint(CheckpointFolder(root / "ours", LOGGER), world, "raise", LOGGER)
         assert found is not None
         load_state(found.path, state, dist.group.WORLD)
 
+    def load_all(index: int) -> None:
+        loads: list[tuple[str, Callable[[], object]]] = [
+            ("load: dcp", lambda: dcp.load(state, checkpoint_id=root / "dcp")),
+            ("load: ours, not verified", lambda: load_state(root / "ours" / "save-1", state, dist.group.WORLD)),
+            ("load: ours", verify_and_load),
+        ]
+        for name, action in loads[:: 1 if index % 2 else -1]:
+            clock.time(name, action)
+
     for index in range(args.rounds + 1):
-        measured = dict.fromkeys(saves, 0.0)
-        fresh(root / "dcp")
-        measured["dcp"] = timed(lambda: dcp.save(state, checkpoint_id=root / "dcp"))
-        fresh(root / "ours")
-        measured["ours"] = timed(lambda: ours.save(state, 1))
-        fresh(root / "background")
-        measured["ours, wait"] = timed(lambda: in_background.save(state, 1))
-        measured["ours, complete"] = measured["ours, wait"] + timed(in_background.wait)
-        copies = [tensor.to_local().clone() for tensor in state["model"].values()]
-        measured["copy"] = timed(
-            lambda copies=copies: [
-                copy.copy_(tensor.to_local()) for copy, tensor in zip(copies, state["model"].values(), strict=True)
-            ]
-        )
-        del copies
-        read = {
-            "dcp": timed(lambda: dcp.load(state, checkpoint_id=root / "dcp")),
-            "ours": timed(lambda: load_state(root / "ours" / "save-1", state, dist.group.WORLD)),
-            "ours, verified": timed(verify_and_load),
-        }
-        if index > 0:  # the first round makes buffers and warms caches
-            for name, value in measured.items():
-                saves[name].append(value)
-            for name, value in read.items():
-                loads[name].append(value)
-    report(f"save {args.mib} MiB on {dist.get_world_size()} ranks", saves, "dcp")
-    report(
-        "  of a save that training waits for",
-        {name: saves[name] for name in ("ours", "ours, wait", "ours, complete")},
-        "ours",
-    )
-    report("load", loads, "dcp")
+        save_both(index)
+        save_in_background()
+        load_all(index)
+    size = f"{args.mib} MiB on {dist.get_world_size()} ranks"
+    clock.report(f"save {size}", ["save: dcp", "save: ours"], "save: dcp")
+    clock.report("save in the background", ["save: ours", "save: ours, wait", "save: ours, then"], "save: ours")
+    clock.report(f"load {size}", ["load: dcp", "load: ours, not verified", "load: ours"], "load: dcp")
     in_background.close()
     fresh(root)
     dist.destroy_process_group()

@@ -15,9 +15,9 @@ from typing import Protocol, final
 
 import torch
 
+from d9d.core.directory_lock import DirectoryLock
 from d9d.core.participants import Participants
 from d9d.model_state.io.export_directory import WrittenShard, prepare_directory, publish
-from d9d.model_state.io.export_lock import DirectoryLock
 from d9d.model_state.io.stored_values import check_writable_dtype
 from d9d.model_state.mapper.names import listed
 

@@ -7,7 +7,8 @@ either the older export, or the new one, or no index and no single file: then no
 single file is complete by its name alone, and takes the place of an older one at once.
 
 All temporary names have something random in them, and a lock keeps other exports out meanwhile, see
-[Note: exports that were killed]: so the shards that get their names are those that this export has written.
+[Note: owners that were killed]: so the shards that get their names are those that this export has written. Where a file system
+has no locks, two exports at once still do not mix, but one removes the shards of the other, which fails.
 """
 
 import contextlib
@@ -18,12 +19,23 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from d9d.core.directory_lock import DirectoryLock
 from d9d.model_state.io.durable import flush_directory, json_bytes, write_durably
-from d9d.model_state.io.export_lock import DirectoryLock
 from d9d.model_state.io.files import INDEX_NAME, SINGLE_NAME
 from d9d.model_state.io.manifest import MANIFEST_NAME, write_manifest
 
-__all__ = ["WrittenShard", "prepare_directory", "publish", "remove_files", "temporary_name"]
+__all__ = [
+    "LOCK_NAME",
+    "WrittenShard",
+    "lock_for_export",
+    "prepare_directory",
+    "publish",
+    "remove_files",
+    "temporary_name",
+]
+
+LOCK_NAME = ".tmp-export.lock"
+"""File that says, while an export is in progress, which process leads it."""
 
 _SHARD_NAME = re.compile(r"model-\d{5,}-of-\d{5,}\.safetensors")
 _TEMPORARY_NAME = re.compile(
@@ -63,6 +75,19 @@ def temporary_name(rank: int, index: int, token: str) -> str:
     return f".tmp-rank{rank}-shard-{index}-{token}.safetensors"
 
 
+def lock_for_export(directory: Path) -> DirectoryLock:
+    """Keep other exports out of a directory.
+
+    Raises:
+        OSError: Another export into it is in progress, or it cannot be used.
+    """
+    return DirectoryLock(
+        directory / LOCK_NAME,
+        f"another export into {directory}",
+        "Wait until it is complete (for one in the background, call its wait() first), or export into another directory.",
+    )
+
+
 def prepare_directory(directory: Path) -> DirectoryLock:
     """Create the directory of an export, lock it, and remove what a stopped one has left there. For one rank only.
 
@@ -70,7 +95,7 @@ def prepare_directory(directory: Path) -> DirectoryLock:
         OSError: Another export into the directory is in progress, or it cannot be used.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    lock = DirectoryLock(directory)
+    lock = lock_for_export(directory)
     try:
         for path in directory.iterdir():
             if _TEMPORARY_NAME.fullmatch(path.name):

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from d9d.checkpoint.digest import digest_file
 from d9d.checkpoint.folder import CheckpointFolder
-from d9d.checkpoint.record import RECORD_NAME, CommitRecord, digest_file
+from d9d.checkpoint.record import RECORD_NAME, CommitRecord
 
 LOGGER = logging.getLogger("test")
 POINTS = ("before_commit", "after_record", "after_commit", "before_purge")

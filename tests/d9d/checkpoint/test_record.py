@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from d9d.checkpoint.record import RECORD_NAME, CommitRecord, digest_file
+from d9d.checkpoint.digest import digest_file
+from d9d.checkpoint.record import RECORD_NAME, CommitRecord
 
 CONTENT = {"__0_0.distcp": b"0123456789" * 30, "__1_0.distcp": b"abcdefghij" * 30, ".metadata": b"what is where"}
 
@@ -27,7 +28,7 @@ def test_an_intact_checkpoint(tmp_path: Path):
     record = committed(tmp_path)
     assert CommitRecord.read(tmp_path) == record
     assert problems(tmp_path) == []
-    assert record.files[".metadata"].sha256 == hashlib.sha256(b"what is where").hexdigest()
+    assert record.files[".metadata"].sha256 == hashlib.sha256(hashlib.sha256(b"what is where").digest()).hexdigest()
     assert record.size_bytes == sum(map(len, CONTENT.values()))
 
 

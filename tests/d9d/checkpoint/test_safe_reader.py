@@ -64,7 +64,7 @@ def test_a_manifest_that_is_none(tmp_path: Path, content: bytes):
 
 @pytest.mark.parametrize("name", ["../elsewhere", "/etc/hostname", "a/b", "a\\b", "..", ""])
 def test_files_elsewhere(tmp_path: Path, name: str):
-    content = {"entries": {"x": None}, "places": [["x", None, name, 0, 1]]}
+    content = {"entries": {"x": None}, "places": [["x", None, name, 0, 1, None]]}
     (tmp_path / MANIFEST_NAME).write_text(json.dumps(content))
     with pytest.raises(ValueError, match="names a file outside"):
         read_metadata(tmp_path)
@@ -91,7 +91,7 @@ def test_values_that_are_pickles_are_refused_whatever_the_environment_says(tmp_p
     torch.save(Hostile(marker), pickled)
     (path / "hostile").write_bytes(pickled.getvalue())
     manifest = json.loads((path / MANIFEST_NAME).read_bytes())
-    manifest["places"] = [[place[0], place[1], "hostile", 0, len(pickled.getvalue())] for place in manifest["places"]]
+    manifest["places"] = [[*place[:2], "hostile", 0, len(pickled.getvalue()), None] for place in manifest["places"]]
     (path / MANIFEST_NAME).write_text(json.dumps(manifest))
     with pytest.raises(ValueError, match=r"task\.seen does not hold a value that was saved as JSON"):
         load_state(path, {"task": {"seen": None}}, None, may_be_left=lambda key: True)

@@ -1,6 +1,7 @@
 """States over ranks: saved, verified and loaded, on the same ranks and on others."""
 
 import logging
+import os
 import threading
 from pathlib import Path
 from typing import Any, Literal
@@ -114,6 +115,53 @@ def test_other_placements(tmp_path: Path, saved: Shard | Replicate, loaded: Shar
     content = 8 * (17 + 6 + 35 + 1 + 48) + 4 * 12 + 2 * 3
     parts = 8 * 4
     assert content < record.size_bytes < content + parts * 2000
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.complex64, torch.bool])
+def test_rows_columns_and_other_strides(tmp_path: Path, dim: int, dtype: torch.dtype):
+    """Rows are read straight into memory, and columns, small tensors and other strides as they are."""
+    mesh = init_device_mesh("cpu", (2,))
+    full = (torch.arange(300 * 70).view(300, 70) % 251).to(dtype)
+    saved = {"x": distribute_tensor(full, mesh, [Shard(dim)]), "few": full[:3, :2], "turned": full.t()}
+    CheckpointSaver(CheckpointFolder(tmp_path, LOGGER), participants()).save(saved, 1)
+    wanted = {
+        "x": distribute_tensor(torch.zeros_like(full), mesh, [Shard(1 - dim)]),
+        "few": torch.zeros_like(full[:3, :2]),
+        "turned": torch.zeros(300, 70, dtype=dtype).t(),
+    }
+    load_state(tmp_path / "save-1", wanted, group())
+    assert torch.equal(wanted["x"].full_tensor(), full)
+    assert torch.equal(wanted["few"], full[:3, :2])
+    assert torch.equal(wanted["turned"], full.t())
+    again = {
+        "x": distribute_tensor(torch.zeros_like(full), mesh, [Shard(dim)]),
+        "few": torch.zeros(3, 2, dtype=dtype),
+        "turned": torch.zeros(70, 300, dtype=dtype),
+    }
+    load_state(tmp_path / "save-1", again, group())
+    assert torch.equal(again["x"].full_tensor(), full)
+    assert torch.equal(again["turned"], full.t())
+
+
+def test_parts_of_larger_storages(tmp_path: Path):
+    """They are copied to be written. The copies must live until they are hashed."""
+    large = torch.arange(1_000_000.0)
+    parts = {f"from_{start}": large[start : start + 1000] for start in range(0, 100_000, 1000)}
+    CheckpointSaver(CheckpointFolder(tmp_path, LOGGER), participants()).save(parts, 1)
+    assert verify_checkpoint(CheckpointFolder(tmp_path, LOGGER).complete()[0]) == []
+    wanted = {name: torch.zeros(1000) for name in parts}
+    load_state(tmp_path / "save-1", wanted, None)
+    assert all(torch.equal(wanted[name], part) for name, part in parts.items())
+
+
+def test_files_that_end_early_are_named_without_verification(tmp_path: Path):
+    save(tmp_path, None)
+    path = tmp_path / "save-1" / "__0_0.distcp"
+    os.truncate(path, path.stat().st_size // 2)
+    with pytest.raises((ValueError, RuntimeError), match=r"__0_0\.distcp is damaged|PytorchStreamReader"):
+        load_state(tmp_path / "save-1", state(None, filled=False), None)
 
 
 @pytest.mark.world_size(2)

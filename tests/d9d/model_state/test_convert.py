@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from d9d.model_state.convert import Conversion, ConversionResult, convert_model_state
-from d9d.model_state.io.export_lock import DirectoryLock
+from d9d.model_state.io.export_directory import lock_for_export
 
 INDEX, MANIFEST = "model.safetensors.index.json", "model.sha256.json"
 
@@ -238,7 +238,7 @@ def test_what_a_stopped_export_has_left_does_not_matter(src: Path, dest: Path):
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_an_export_in_progress_is_not_disturbed(src: Path, dest: Path, num_workers: int):
     dest.mkdir()
-    lock = DirectoryLock(dest)
+    lock = lock_for_export(dest)
     shard = dest / ".tmp-rank0-shard-0-0123456789abcdef.safetensors"
     shard.write_bytes(b"part")
     with pytest.raises(RuntimeError, match=r"was not completed: .*another export into .*dest is in progress"):
