@@ -19,7 +19,7 @@ TWO_RANKS := OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 2
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-exhaustive check docs bench clean
+.PHONY: help demo test test-exhaustive faults faults-nightly check docs bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -39,6 +39,12 @@ test: check ## run the checks and the whole test suite
 
 test-exhaustive: $(INSTALLED) ## run every combination of schedules, ranks and microbatches: some minutes
 	$(PYTEST) -m exhaustive $(PYTEST_ARGS)
+
+faults: $(INSTALLED) ## kill, fill disks and damage files: all injections, within 10 minutes
+	$(PYTEST) tests/faults -m "not faults_nightly" --durations 0 $(PYTEST_ARGS)
+
+faults-nightly: $(INSTALLED) ## kill a job 200 times at random moments; prints its seed (--faults-seed repeats it)
+	$(PYTEST) tests/faults -m faults_nightly -rP --durations 0 $(PYTEST_ARGS)
 
 check: $(INSTALLED) ## lint, format, types and import layers (nothing is changed)
 	$(BIN)/ruff check

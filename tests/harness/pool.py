@@ -116,7 +116,7 @@ class RankPool:
         if num_missing <= 0:
             return
         self._context.set_forkserver_preload(list(PRELOADED))
-        with _one_blas_thread():
+        with one_blas_thread():
             started = [self._start_rank() for _ in range(num_missing)]
         try:
             for rank in started:
@@ -206,7 +206,7 @@ def _read(path: Path) -> str:
 
 
 @contextmanager
-def _one_blas_thread() -> Generator[None]:
+def one_blas_thread() -> Generator[None]:
     # numpy's OpenBLAS starts its threads on import, and a process with threads should not fork. The fork server
     # takes our environment when it starts; ranks get theirs with each task.
     saved = os.environ.get("OPENBLAS_NUM_THREADS")

@@ -1,0 +1,148 @@
+"""D1: SIGKILL for all ranks at random moments. D2: SIGKILL for all ranks at each point of a save.
+
+Nothing is asked of what lies on the disk: the job is started again, and must go on as if nothing had happened. So a torn
+checkpoint, a lost one and a wrong one all show as a step that begins with other values than in a job that nobody killed.
+"""
+
+import random
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests.faults.training import NUM_RANKS, TOTAL_STEPS, Trail, train
+from tests.harness.jobs import RunningJob, running_job
+
+START_LIMIT_S = 60.0
+RUN_LIMIT_S = 120.0
+POINTS = {
+    # Whether the save that is stopped there counts: the commit record is the commit.
+    "before_write": False,
+    "after_write": False,
+    "before_commit": False,
+    "after_record": True,
+    "after_commit": True,
+    "before_purge": True,
+}
+LINES_OF_A_STEP = len(POINTS) + 1
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> list[list[str]]:
+    """Digest of the state at the beginning of each step, by rank, of a job that is neither killed nor saved."""
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    with running_job(train, folder, str(folder), {"period_steps": "disable"}) as job:
+        assert job.wait(RUN_LIMIT_S) == [0] * NUM_RANKS
+    of_ranks = [Trail(folder, rank).steps() for rank in range(NUM_RANKS)]
+    assert [[step.number for step in steps] for steps in of_ranks] == [list(range(TOTAL_STEPS))] * NUM_RANKS
+    return [[step.digest for step in steps] for steps in of_ranks]
+
+
+def check_steps(folder: Path, uninterrupted: list[list[str]]) -> None:
+    for rank, digests in enumerate(uninterrupted):
+        for step in Trail(folder, rank).steps():
+            assert step.digest == digests[step.number], f"rank {rank} began step {step.number} with other values"
+
+
+def last_step(folder: Path) -> int:
+    """Return the last step that any rank has begun."""
+    return max((step.number for rank in range(NUM_RANKS) for step in Trail(folder, rank).steps()), default=0)
+
+
+def starts(folder: Path) -> list[int | None]:
+    """Return the step that each attempt has begun with; None for those that have not come that far."""
+    begun: list[int | None] = []
+    for line in Trail(folder, 0).lines():
+        if line == "start":
+            begun.append(None)
+        elif line.startswith("step ") and begun[-1] is None:
+            begun[-1] = int(line.split()[1])
+    return begun
+
+
+def run_to_the_end(folder: Path, uninterrupted: list[list[str]]) -> int | None:
+    """Return the step that the job resumed at; None if it was complete."""
+    with running_job(train, folder, str(folder)) as job:
+        assert job.wait(RUN_LIMIT_S) == [0] * NUM_RANKS
+    check_steps(folder, uninterrupted)
+    assert sorted(path.name for path in (folder / "checkpoints" / "job").iterdir()) == [
+        f"save-{TOTAL_STEPS - 1}",
+        f"save-{TOTAL_STEPS}",
+    ]
+    return starts(folder)[-1]
+
+
+def test_a_kill_at_each_point_of_a_save(tmp_path: Path, uninterrupted: list[list[str]]):
+    """D2, with the process of the next point resuming what that of the one before has left."""
+    expected = 0
+    trail = Trail(tmp_path, 0)
+    for num_before, (point, counts) in enumerate(POINTS.items()):
+        num_saves = 2
+        with running_job(train, tmp_path, str(tmp_path), {}, (point, num_saves - 1)) as job:
+            wait_for_stop(job, trail, num_before + 1)
+            job.kill()
+            assert job.wait(START_LIMIT_S) == [-9] * NUM_RANKS
+        check_steps(tmp_path, uninterrupted)
+        assert starts(tmp_path)[-1] == expected, f"killed at the point before {point}"
+        expected += num_saves if counts else num_saves - 1
+    assert run_to_the_end(tmp_path, uninterrupted) == expected
+
+
+def wait_for_stop(job: RunningJob, trail: Trail, number: int) -> None:
+    job.wait_until(lambda: trail.lines().count("stopped") == number, RUN_LIMIT_S)
+
+
+@pytest.mark.parametrize(
+    ("num_kills", "in_background"),
+    [
+        pytest.param(3, True),
+        pytest.param(20, False, marks=pytest.mark.faults),
+        pytest.param(20, True, marks=pytest.mark.faults),
+        pytest.param(100, False, marks=pytest.mark.faults_nightly),
+        pytest.param(100, True, marks=pytest.mark.faults_nightly),
+    ],
+)
+@pytest.mark.timeout_s(1800)
+def test_kills_at_random(
+    tmp_path: Path, uninterrupted: list[list[str]], num_kills: int, in_background: bool, seed_of_faults: int
+):
+    """D1. In the background the save of a step may be lost with the step after it: one interval."""
+    generator = random.Random(seed_of_faults)
+    started_s = time.monotonic()
+    killed_after: Counter[str] = Counter()
+    folder = new_run(tmp_path)
+    for _ in range(num_kills):
+        kept = last_step(folder) - int(in_background)
+        num_attempts = len(starts(folder))
+        with running_job(train, folder, str(folder), {"async_save": in_background}) as job:
+            killed_after[kill_at_random(job, Trail(folder, 0), generator)] += 1
+        check_steps(folder, uninterrupted)
+        assert all(begun is None or begun >= kept for begun in starts(folder)[num_attempts:])
+        if last_step(folder) == TOTAL_STEPS - 1:
+            folder = new_run(tmp_path)
+    kept = last_step(folder) - int(in_background)
+    begun = run_to_the_end(folder, uninterrupted)
+    assert begun is None or begun >= kept
+    duration_s = time.monotonic() - started_s
+    print(f"seed {seed_of_faults}: {num_kills} kills in {duration_s:.0f} s, after these points: {dict(killed_after)}")
+
+
+def new_run(folder: Path) -> Path:
+    made = folder / f"run-{len(list(folder.iterdir()))}"
+    made.mkdir()
+    return made
+
+
+def kill_at_random(job: RunningJob, trail: Trail, generator: random.Random) -> str:
+    """Kill all ranks some lines of the trail later, and return the last of them."""
+    num_lines = len(trail.lines()) + generator.randint(0, 3 * LINES_OF_A_STEP)
+
+    def has_come() -> bool:
+        return len(trail.lines()) >= num_lines or job.exit_codes == [0] * NUM_RANKS
+
+    job.wait_until(has_come, RUN_LIMIT_S)
+    time.sleep(generator.uniform(0, 0.05))
+    job.kill()
+    job.wait(START_LIMIT_S)
+    return (trail.lines() or ["nothing"])[-1].split()[0]

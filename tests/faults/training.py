@@ -1,0 +1,122 @@
+"""The job that faults are injected into, and the trail by which it is judged.
+
+The job is the regression job of the training loop on sharded ranks, with dropout and accumulation, and a checkpoint after
+each step. Each rank appends a line to its trail when a step begins: the step, and a digest of all that it has in memory
+(weights, optimizer, learning rates, random generators). A job that was resumed must write the lines of one that nothing has
+happened to. Points of a save are in the trail too.
+"""
+
+import dataclasses
+import hashlib
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
+
+from d9d.core.dist_context import DeviceMeshParameters
+from d9d.core.placement import local_tensor
+from d9d.loop.event.catalogue.common import EventStepContext
+from d9d.loop.event.catalogue.train import EVENT_TRAIN_STEP_PRE
+from d9d.pipelining.training import PipelinedOptimizer
+from tests.d9d.loop.run.regression_job import Job, build_job
+
+TOTAL_STEPS = 12
+NUM_RANKS = 2
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Step:
+    """A line of a trail: what a rank had when a step began."""
+
+    number: int
+    digest: str
+
+
+def train(folder: str, options: dict[str, Any] | None = None, stop_at: tuple[str, int] | None = None) -> None:
+    """Train to the end, resuming from what is in the folder. Runs on each rank.
+
+    Args:
+        folder: Of the run.
+        options: Of the section `checkpointing`, beside where and that each step is saved.
+        stop_at: Point of a save and how often it is passed before a rank waits there for ever; its trail tells that it does.
+    """
+    job = sharded_job(Path(folder), options)
+    trail = Trail(Path(folder), dist.get_rank())
+    trail.write("start")
+    probe = Probe(trail, stop_at)
+    checkpointer = job.trainer._state.checkpointer
+    checkpointer._saver._probe = probe
+    checkpointer._checkpoints.folder._probe = probe
+    job.trainer._state.event_bus.subscribe(EVENT_TRAIN_STEP_PRE, lambda context: trail.write_step(job, context))
+    job.trainer.train()
+
+
+def sharded_job(folder: Path, options: dict[str, Any] | None = None) -> Job:
+    checkpointing = {"save_dir": str(folder / "checkpoints"), "period_steps": 1, "num_to_keep": 2, **(options or {})}
+    return build_job(
+        DeviceMeshParameters(data_parallel_shard=NUM_RANKS),
+        folder,
+        total_steps=TOTAL_STEPS,
+        dropout=0.3,
+        overrides={"checkpointing": checkpointing},
+    )
+
+
+class Trail:
+    """What a rank did, in a file that nothing in this process can lose."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self.path = folder / f"trail-{rank}.txt"
+
+    def write(self, line: str) -> None:
+        descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.write(descriptor, f"{line}\n".encode())
+        os.close(descriptor)
+
+    def write_step(self, job: Job, context: EventStepContext) -> None:
+        self.write(f"step {context.schedule.current_step} {digest(job)}")
+
+    def lines(self) -> list[str]:
+        return self.path.read_text().splitlines() if self.path.exists() else []
+
+    def steps(self) -> list[Step]:
+        words = [line.split() for line in self.lines() if line.startswith("step ")]
+        return [Step(number=int(number), digest=of_state) for _, number, of_state in words]
+
+
+class Probe:
+    """Writes the points of a save to the trail, and waits at one of them until the process is killed."""
+
+    def __init__(self, trail: Trail, stop_at: tuple[str, int] | None) -> None:
+        self._trail = trail
+        self._point, self._num_before = stop_at or ("", 0)
+
+    def __call__(self, point: str) -> None:
+        self._trail.write(point)
+        if point == self._point:
+            if self._num_before == 0:
+                self._trail.write("stopped")
+                threading.Event().wait()
+            self._num_before -= 1
+
+
+def digest(job: Job) -> str:
+    """Hash what a step depends on, bit for bit."""
+    state = job.trainer._state
+    assert isinstance(state.optimizer, PipelinedOptimizer)
+    tensors: list[torch.Tensor] = [local_tensor(parameter.detach()) for parameter in job.model.parameters()]
+    rates: list[float] = []
+    for optimizer in state.optimizer.by_stage.values():
+        assert isinstance(optimizer, Optimizer)
+        for group in optimizer.param_groups:
+            rates.append(group["lr"])
+            of_group = [optimizer.state[parameter] for parameter in group["params"]]
+            tensors += [local_tensor(of_one[name]) for of_one in of_group for name in sorted(of_one)]
+    hashed = hashlib.sha256(repr(rates).encode())
+    for tensor in [*tensors, torch.get_rng_state()]:
+        hashed.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return hashed.hexdigest()
