@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch.distributed.device_mesh import DeviceMesh
 
 from d9d.core.device import communication_backend, local_device, resolve_device_type, synchronize
+from d9d.core.failures.activity import Activity
 from d9d.core.launch import LaunchEnvironment
 from d9d.core.mesh_groups import GroupPool, RankLayout
 
@@ -253,6 +254,7 @@ class DistributedContext:
         self._meshes: dict[str, DeviceMesh] = {}
         self._data_group: dist.ProcessGroup | None = None
         self._replica_group: dist.ProcessGroup | None = None
+        self._activity = Activity()
         if params.is_distributed:
             self._launch.ensure_process_group(communication_backend(device.type))
             self._pool = GroupPool()
@@ -277,6 +279,11 @@ class DistributedContext:
     def is_distributed(self) -> bool:
         """Whether the job has more than one rank, so that meshes and groups exist."""
         return self._pool is not None
+
+    @property
+    def activity(self) -> Activity:
+        """Where the thread that runs the job is. That thread writes it."""
+        return self._activity
 
     @property
     def logger(self) -> logging.Logger:

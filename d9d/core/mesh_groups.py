@@ -54,6 +54,7 @@ class GroupPool:
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {tuple(range(dist.get_world_size())): world}
         self._separate: list[dist.ProcessGroup] = []
         self._skipped: set[tuple[int, ...]] = set()
+        self._timeout: timedelta | None = None
 
     def group(self, ranks: tuple[int, ...], description: str) -> dist.ProcessGroup:
         """Return the group of the given ranks, this one among them, creating it on first use.
@@ -67,7 +68,9 @@ class GroupPool:
             description: Shown by PyTorch's debugging tools.
         """
         if ranks not in self._groups:
-            group = dist.new_group(list(ranks), use_local_synchronization=True, group_desc=description)
+            group = dist.new_group(
+                list(ranks), timeout=self._timeout, use_local_synchronization=True, group_desc=description
+            )
             assert isinstance(group, dist.ProcessGroup)  # only non-members get a placeholder
             self._groups[ranks] = group
         return self._groups[ranks]
@@ -91,7 +94,9 @@ class GroupPool:
 
         The rules of `group` for members and order hold here too.
         """
-        group = dist.new_group(list(ranks), use_local_synchronization=True, group_desc=description)
+        group = dist.new_group(
+            list(ranks), timeout=self._timeout, use_local_synchronization=True, group_desc=description
+        )
         assert isinstance(group, dist.ProcessGroup)  # only non-members get a placeholder
         self._separate.append(group)
         return group
@@ -102,6 +107,7 @@ class GroupPool:
         return *self._groups.values(), *self._separate
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set the time limit of collectives that start from now on, on every group."""
+        """Set the time limit of collectives that start from now on, on every group, and on those to come."""
+        self._timeout = timeout
         for group in self.groups:
             _set_pg_timeout(timeout, group)

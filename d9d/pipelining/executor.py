@@ -170,6 +170,7 @@ class PipelineScheduleExecutor(PipelineSchedule[Any, Any, Any]):
             program_builder: Composes a program for each number of microbatches that comes along.
         """
         self._device = dist_context.current_device
+        self._activity = dist_context.activity
         self._logger = dist_context.logger
         self._group = stages[0].group
         self._stages = {stage.info.current_stage: stage for stage in stages}
@@ -237,6 +238,7 @@ class PipelineScheduleExecutor(PipelineSchedule[Any, Any, Any]):
         try:
             self._stopwatch.start_step()
             for action in program.actions:
+                self._activity.place = action
                 action.apply(run)
                 if is_measured:
                     self._stopwatch.lap(action)

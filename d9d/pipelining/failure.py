@@ -10,6 +10,7 @@ from torch.distributed.distributed_c10d import (
 )
 
 from d9d.core.dist_context import DistributedContext
+from d9d.core.failures.report import JobFailedError, described
 from d9d.pipelining.actions import ActionBase
 from d9d.pipelining.p2p import PeerLostError, close_group
 
@@ -20,7 +21,7 @@ class PipelineActionError(RuntimeError):
     """An action has failed on this rank, mostly in code of the model or the task: see its `__cause__`."""
 
 
-class PipelinePeerError(RuntimeError):
+class PipelinePeerError(JobFailedError):
     """Another rank of the pipeline has failed; the message says where and why."""
 
 
@@ -67,13 +68,13 @@ class FailureBoard:
         """
         if isinstance(cause, PeerLostError):
             return self.peer_error(str(action), cause)
-        text = f"action {action} failed on {self._here} ({_place(action)}): {_described(cause)}"
+        text = f"action {action} failed on {self._here} ({_place(action)}): {described(cause)}"
         self._store_and_close(text)
         return PipelineActionError(text)
 
     def report_interruption(self, action: ActionBase, cause: BaseException) -> None:
         """Let the other ranks know that this one leaves without an error of its own, such as by Ctrl-C."""
-        self._store_and_close(f"{self._here} was interrupted at {action}: {_described(cause)}")
+        self._store_and_close(f"{self._here} was interrupted at {action}: {described(cause)}")
 
     @property
     def _here(self) -> str:
@@ -112,8 +113,3 @@ def _place(action: ActionBase) -> str:
             return f"stage {stage}, microbatch {microbatch}"
         case _:
             return str(action)
-
-
-def _described(error: BaseException) -> str:
-    text = str(error)
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -8,7 +8,6 @@ import time
 import weakref
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerStatus
 from torch._C._distributed_c10d import Store  # torch.distributed re-exports it, and does not say so (torch 2.13)
@@ -17,7 +16,7 @@ from torch.distributed.distributed_c10d import (
 )
 
 from d9d.core.dist_context import DistributedContext
-from d9d.pipelining.failure import PipelinePeerError
+from d9d.core.failures.report import described, is_echo
 from d9d.pipelining.p2p import close_group
 
 _log = logging.getLogger(__name__)
@@ -85,7 +84,7 @@ class RunFailure:
     def give_up(self, error: Exception) -> None:
         """Take part in no collective of this run any more, after one has failed although all ranks had come."""
         self._is_alone = True
-        _log.warning("rank %d: no checkpoint is written: %s", self._context.rank, _described(error))
+        _log.warning("rank %d: no checkpoint is written: %s", self._context.rank, described(error))
 
     def end(self, exception: BaseException) -> None:
         """Let ranks that wait for this one fail too, unless all have raised. Call it when callbacks are through.
@@ -97,7 +96,7 @@ class RunFailure:
             return
         with contextlib.suppress(RuntimeError):
             store = _get_default_store()
-            first = store.compare_set(self._key("first"), "", f"rank {self._context.rank}: {_described(exception)}")
+            first = store.compare_set(self._key("first"), "", f"rank {self._context.rank}: {described(exception)}")
             text = first.decode()
             if not text.startswith(f"rank {self._context.rank}:"):
                 exception.add_note(f"The first rank that has failed is {text}")
@@ -115,7 +114,7 @@ class RunFailure:
         rank, size = self._context.rank, self._context.world_size
         try:
             store = _get_default_store()
-            if _is_lost_connection(sys.exc_info()[1]):
+            if is_echo(sys.exc_info()[1]):
                 # Gloo has closed the connections, whoever comes.
                 return store.compare_set(self._key("decision"), "", _SOME).decode()
             store.set(self._key(rank), "raised")
@@ -147,16 +146,3 @@ class RunFailure:
                 _log.warning("rank %d has failed, and waits for other ranks to fail too.", self._context.rank)
             time.sleep(_POLL_S)
         return store.get(self._key("decision")).decode()
-
-
-def _is_lost_connection(error: BaseException | None) -> bool:
-    """Tell whether an exception comes from a collective, rather than from what a rank has computed."""
-    # Gloo has no type of its own.
-    return isinstance(error, dist.DistError | PipelinePeerError) or (
-        isinstance(error, RuntimeError) and any(word in str(error) for word in ("gloo", "Connection closed by peer"))
-    )
-
-
-def _described(error: BaseException) -> str:
-    text = str(error)
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -105,9 +105,10 @@ class StateCheckpointer:
             return
         self._gc.collect_forced()
         step = self._schedule.current_step
-        with self._checkpoints.participants.failing_together():  # state_dict() of a task is code of the user
-            saved = {STATE_KEY: state.state_dict()}
-        self._saver.save(saved, step, after_commit=lambda: self._after_commit(step))
+        with self._dist_context.activity.inside("saving the checkpoint", self._config.timeout):
+            with self._checkpoints.participants.failing_together():  # state_dict() of a task is code of the user
+                saved = {STATE_KEY: state.state_dict()}
+            self._saver.save(saved, step, after_commit=lambda: self._after_commit(step))
 
     def _after_commit(self, step: int) -> None:
         folder = self._checkpoints.folder
@@ -121,6 +122,10 @@ class StateCheckpointer:
             ValueError: If it is damaged, or does not fit the job; on all ranks, with all reasons.
         """
         self._saver.wait()
+        with self._dist_context.activity.inside("loading the checkpoint", self._config.timeout):
+            return self._load_newest(state)
+
+    def _load_newest(self, state: Stateful) -> bool:
         found = self._checkpoints.newest()
         if found is None:
             return False

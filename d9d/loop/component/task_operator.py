@@ -40,6 +40,7 @@ class TrainTaskOperator(typing.Generic[TBatch, TPipelineInput, TSharedInput, TPi
         timeline: PipelineTimelineConfig | None = None,
     ) -> None:
         """Connect the task with the pipeline; the gradient manager hears about each backward pass."""
+        self._activity = dist_context.activity
         self._task = task
         self._pipeline = pipeline.schedule
         self._state = pipeline_state
@@ -83,6 +84,7 @@ class TrainTaskOperator(typing.Generic[TBatch, TPipelineInput, TSharedInput, TPi
     def _weighted_loss(
         self, weights: Sequence[torch.Tensor | None], output: TPipelineOutput, microbatch_index: int
     ) -> torch.Tensor:
+        self._activity.place = f"from the loss of microbatch {microbatch_index} on"
         weight = weights[microbatch_index]
         if microbatch_index in self._idle:
             nothing = torch.zeros(())

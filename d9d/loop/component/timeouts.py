@@ -5,6 +5,9 @@ from d9d.loop.config import TimeoutConfig
 
 __all__ = ["TimeoutManager"]
 
+_DEVICE_SLACK_S = 4.0
+"""An accelerator's library aborts the process at its limit. The watch of the job should say before who waits where."""
+
 
 class TimeoutManager:
     """Gives ranks time to start up, and notices a hang soon once they run.
@@ -30,5 +33,6 @@ class TimeoutManager:
     def _set(self, limit_s: float) -> None:
         if self._current_s == limit_s:
             return
-        self._dist_context.set_timeout(limit_s)
-        self._current_s = limit_s
+        on_device = self._dist_context.current_device.type != "cpu"
+        self._dist_context.set_timeout(limit_s + (_DEVICE_SLACK_S if on_device else 0.0))
+        self._dist_context.activity.limit_s = self._current_s = limit_s

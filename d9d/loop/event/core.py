@@ -6,6 +6,8 @@ from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+from d9d.core.failures.activity import Activity
+
 TContext = TypeVar("TContext")
 THandler = TypeVar("THandler", bound=Callable[..., None])
 
@@ -20,6 +22,9 @@ class Event(Generic[TContext]):
     id: str
     """Dotted name, such as ``train.step.pre``."""
 
+    def __str__(self) -> str:
+        return f"handlers of event {self.id!r}"
+
 
 class EventBus:
     """Calls the handlers of an event, on the thread that triggers it and in the order of their subscription.
@@ -27,8 +32,13 @@ class EventBus:
     Each rank has its own bus. A handler that runs collectives must be subscribed on all ranks that take part.
     """
 
-    def __init__(self) -> None:
-        """Start without handlers."""
+    def __init__(self, activity: Activity | None = None) -> None:
+        """Start without handlers.
+
+        Args:
+            activity: Told which event is handled. Handlers may take their time: it sets them no limit.
+        """
+        self._activity = activity or Activity()
         # Handlers of different events take different contexts; `subscribe` has checked each against its event.
         self._handlers: dict[Event[Any], list[Callable[[Any], None]]] = {}
 
@@ -46,12 +56,16 @@ class EventBus:
         The first error stops the rest and reaches the caller with its type, and with a note that names the event and
         the handler.
         """
-        for handler in tuple(self._handlers.get(event, ())):
-            try:
-                handler(context)
-            except Exception as error:
-                error.add_note(f"raised by the handler {_name_of(handler)} of event {event.id!r}")
-                raise
+        handlers = tuple(self._handlers.get(event, ()))
+        if not handlers:
+            return
+        with self._activity.inside(event, limit_s=None):
+            for handler in handlers:
+                try:
+                    handler(context)
+                except Exception as error:
+                    error.add_note(f"raised by the handler {_name_of(handler)} of event {event.id!r}")
+                    raise
 
     @contextlib.contextmanager
     def bounded(self, event_pre: Event[TContext], event_post: Event[TContext], context: TContext) -> Generator[None]:

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from d9d.core.dist_context import DeviceMeshParameters, DistributedContext
+from d9d.core.failures.error_file import recording_errors
+from d9d.core.failures.watch import watching
 from d9d.core.types import ScalarTree
 from d9d.dataset.pack_stream import sample_count_of
 from d9d.internals.determinism import set_step_seeds
@@ -108,8 +110,13 @@ class TrainingConfigurator:
         Raises:
             ValueError: With all problems of the configuration, before any process group exists.
         """
-        context, timeouts = start_job(self._mesh, self._config, self._data_provider)
-        bus = EventBus()
+        with recording_errors():
+            context, timeouts = start_job(self._mesh, self._config, self._data_provider)
+        with watching(context, "configure"):
+            return self._configure(context, timeouts)
+
+    def _configure(self, context: DistributedContext, timeouts: TimeoutManager) -> Trainer:
+        bus = EventBus(context.activity)
         task = self._build_task(context, bus)
         bus.trigger(EVENT_TRAIN_CONFIG_STARTED, EventConfigurationStartedContext(dist_context=context))
         stream = DataParallelMicrobatchPackStream(

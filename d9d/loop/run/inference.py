@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from d9d.core.dist_context import DistributedContext
+from d9d.core.failures.watch import JobWatch, watching
 from d9d.core.fsdp_internals import fsdp_units
 from d9d.core.parent_watch import ends_with_torchrun
 from d9d.core.types import MicrobatchPack
@@ -76,6 +77,10 @@ class Inference:
             RuntimeError: If the data ends before the last step.
             ValueError: If the model is sharded and ranks have different numbers of microbatches in a step.
         """
+        with watching(self._state.dist_context, "infer") as watch:
+            self._infer(watch)
+
+    def _infer(self, watch: JobWatch) -> None:
         job = self._state
         job.checkpointer.load_last_checkpoint(job.checkpointed)
         if job.schedule.current_step >= job.schedule.total_steps:
@@ -86,12 +91,13 @@ class Inference:
             return
         with contextlib.ExitStack() as stack:
             stack.enter_context(ends_with_torchrun())
-            stack.enter_context(naming_failed_peers(job.dist_context))
             stack.enter_context(job.gc)
             stack.enter_context(job.progress.open())
             profiler = stack.enter_context(job.profiler.open())
             packs = stack.enter_context(contextlib.closing(iter(job.packs)))
             stack.enter_context(job.checkpointer.open())
+            stack.enter_context(watch.noting())
+            stack.enter_context(naming_failed_peers(job.dist_context))
             job.event_bus.trigger(EVENT_INFERENCE_READY, EventInferenceReadyContext())
             step_context = EventStepContext(schedule=job.schedule)
             while job.schedule.current_step < job.schedule.total_steps:
@@ -106,10 +112,13 @@ class Inference:
 
     def _step(self, packs: Iterator[MicrobatchPack[Any]], context: EventStepContext) -> None:
         """Run one pack through the model."""
-        job, bus = self._state, self._state.event_bus
+        job, bus, activity = self._state, self._state.event_bus, self._state.dist_context.activity
+        activity.step = job.schedule.step_in_progress
         bus.trigger(EVENT_INFERENCE_STEP_PRE, context)
+        activity.place = "reading data"
         pack = self._next_pack(packs)
 
+        activity.place = "forward passes"
         with bus.bounded(EVENT_INFERENCE_FORWARD_PRE, EVENT_INFERENCE_FORWARD_POST, context):
             job.task_operator.forward(pack)
 

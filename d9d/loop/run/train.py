@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from d9d.core.dist_context import DistributedContext
+from d9d.core.failures.watch import JobWatch, watching
 from d9d.core.offload import DEFAULT_SLEEP_TAGS, SleepTag
 from d9d.core.parent_watch import ends_with_torchrun
 from d9d.core.protocol import LRSchedulerProtocol, OptimizerProtocol
@@ -89,6 +90,10 @@ class Trainer:
         Raises:
             RuntimeError: If the data ends before the last step.
         """
+        with watching(self._state.dist_context, "train") as watch:
+            self._train(watch)
+
+    def _train(self, watch: JobWatch) -> None:
         job = self._state
         job.checkpointer.load_last_checkpoint(job.checkpointed)
         if job.schedule.current_step >= job.schedule.total_steps:
@@ -96,7 +101,6 @@ class Trainer:
             return
         with contextlib.ExitStack() as stack:
             stack.enter_context(ends_with_torchrun())
-            stack.enter_context(naming_failed_peers(job.dist_context))
             writer = stack.enter_context(job.logger.new_run({}))
             stack.enter_context(job.logger.install())
             stack.enter_context(job.gradient_manager.install())
@@ -105,6 +109,8 @@ class Trainer:
             profiler = stack.enter_context(job.profiler.open())
             packs = stack.enter_context(contextlib.closing(iter(job.packs)))
             stack.enter_context(job.checkpointer.open())
+            stack.enter_context(watch.noting())
+            stack.enter_context(naming_failed_peers(job.dist_context))
             job.event_bus.trigger(EVENT_TRAIN_READY, EventTrainReadyContext(writer=writer))
             step_context = EventStepContext(schedule=job.schedule)
             while job.schedule.current_step < job.schedule.total_steps:
@@ -118,24 +124,32 @@ class Trainer:
 
     def _step(self, packs: Iterator[MicrobatchPack[Any]], context: EventStepContext) -> None:
         """Run one update of the parameters."""
-        job, bus = self._state, self._state.event_bus
+        job, bus, activity = self._state, self._state.event_bus, self._state.dist_context.activity
+        activity.step = job.schedule.step_in_progress
         bus.trigger(EVENT_TRAIN_STEP_PRE, context)
+        activity.place = "reading data"
         pack = self._next_pack(packs)
 
+        activity.place = "forward and backward passes"
         with bus.bounded(EVENT_TRAIN_FORWARD_BACKWARD_PRE, EVENT_TRAIN_FORWARD_BACKWARD_POST, context):
             job.task_operator.forward_backward(pack)
 
+        activity.place = "summing gradients"
         job.logger.trigger_sync()
         job.gradient_manager.sync_and_scale()
+        activity.place = "norm of gradients"
         grad_norm = job.gradient_clipper.clip()
 
+        activity.place = "step of the optimizer"
         with bus.bounded(EVENT_TRAIN_OPTIMIZER_STEP_PRE, EVENT_TRAIN_OPTIMIZER_STEP_POST, context):
             if job.gradient_manager.should_update():
                 job.optimizer.step()
 
+        activity.place = "logging"
         job.lr_scheduler.step()
         job.logger.log(loss=job.gradient_manager.compute_global_loss(), grad_norm=grad_norm)
         job.gradient_manager.zero_grad()
+        activity.place = "end of the step"
         job.gc.collect_periodic()
         job.timeouts.set_periodic()
 
