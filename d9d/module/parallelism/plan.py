@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from d9d.core.dist_context import DeviceMeshParameters, DistributedContext
 from d9d.core.module_names import collapse_numbers, matches, nearest
 from d9d.core.protocol import MixesTokens
+from d9d.module.parallelism.fused import FusedColwiseParallel
 from d9d.module.parallelism.plan_words import (
     CLOSING_WORD,
     CONTEXT_WORDS,
@@ -215,10 +216,13 @@ def _choose(
     splits: dict[str, Choice] = {}
     contexts: dict[str, Choice] = {}
     for pattern, value in patterns.items():
+        value = FusedColwiseParallel.parse(value) or value
         if not isinstance(value, ParallelStyle) and value not in WORDS:
             near = difflib.get_close_matches(str(value), WORDS, n=1)
             hint = f" (did you mean {near[0]!r}?)" if near else ""
-            problems.append(f"{pattern!r}: unknown placement {value!r}{hint}, valid are {', '.join(WORDS)}")
+            problems.append(
+                f"{pattern!r}: unknown placement {value!r}{hint}, valid are {', '.join(WORDS)}, colwise_fused(8, 2, 2)"
+            )
         found = [name for name in modules if _is_named(name, pattern)]
         if not found:
             problems.append(f"{pattern!r} matches no submodule{nearest(pattern, list(modules))}")
@@ -239,7 +243,7 @@ def _split_problems(splits: Mapping[str, Choice], modules: _Modules, params: Dev
     """Say which layers cannot be split as a plan says; blocks that repeat are named once."""
     by_layer: dict[str, tuple[str, str]] = {}
     for name, choice in splits.items():
-        if choice.value not in WORDS:
+        if choice.value not in WORDS and not isinstance(choice.value, FusedColwiseParallel):
             continue
         found = list(layer_problems(choice)) or [
             *size_problems(choice, params.tensor_parallel, params.expert_parallel),
@@ -331,14 +335,18 @@ def _unpaired(name: str, splits: Mapping[str, Choice], modules: _Modules) -> Ite
     Nothing would fail there, and something else would be computed.
     """
     word = splits[name].value
-    if word not in ("colwise", CLOSING_WORD):
+    opens = word == "colwise" or isinstance(word, FusedColwiseParallel)
+    if not opens and word != CLOSING_WORD:
         return
-    others = (CLOSING_WORD,) if word == "colwise" else OPENING_WORDS
+    others = (CLOSING_WORD,) if opens else OPENING_WORDS
     for other, its in splits.items():
-        is_other_kind = isinstance(its.value, ParallelStyle) or its.value in others
+        if isinstance(its.value, FusedColwiseParallel):
+            is_other_kind = not opens
+        else:
+            is_other_kind = isinstance(its.value, ParallelStyle) or its.value in others
         if is_other_kind and _are_near(name, other, modules):
             return
-    if word == "colwise":
+    if opens:
         yield "leaves a part of its output on each rank, but no layer beside it is 'rowwise': use 'colwise_gather'"
     else:
         yield "takes a part of its input on each rank, but no layer beside it is 'colwise': use 'rowwise_split'"

@@ -99,9 +99,10 @@ def _places_by_parameter(module: nn.Module) -> list[_Places]:
 
 def _tie_again(places: _Places) -> None:
     """Make one parameter again of what each of its layers has split by itself."""
-    now = [parameter for owner, name, _ in places if (parameter := owner._parameters[name]) is not None]
+    now = [owner._parameters.get(name) for owner, name, _ in places]
     layouts = [parameter.placements if isinstance(parameter, DTensor) else None for parameter in now]
-    if any(layout != layouts[0] for layout in layouts):
+    # A fused layer has no such parameter any more.
+    if None in now or any(layout != layouts[0] for layout in layouts):
         shown = ", ".join(
             f"{name!r} ({'whole' if layout is None else layout[0]})"
             for (_, _, name), layout in zip(places, layouts, strict=True)

@@ -26,6 +26,7 @@ from d9d.module.block.moe.all_to_all import check_expert_parallel
 from d9d.module.block.normalization import RMSNorm
 from d9d.module.parallelism.context_parallel import parallelize_context
 from d9d.module.parallelism.expert import parallelize_expert_parallel
+from d9d.module.parallelism.fused import FusedColwiseParallel
 from d9d.module.parallelism.key_value_exchange import ContextParallelMethod
 from d9d.module.parallelism.style import DropoutOfParts
 from d9d.module.parallelism.tensor import parallelize_tensor
@@ -56,6 +57,8 @@ LayerSplit: TypeAlias = Literal[
 - "rowwise_split": the same for an input that every rank has whole.
 - "vocab": an Embedding holds a part of its rows on each rank; the outputs are summed. `SplitTokenEmbeddings` and
   `SplitLanguageModellingHead` too, whose loss is computed without whole logits.
+- "colwise_fused(8, 2, 2)": a Linear whose output has groups of so many heads, or features, side by side: a rank has its part of
+  each. See [Note: parts of fused layers].
 - "dropout": a Dropout draws a mask of its own on each rank, as it sees a part of the features, behind "colwise", or of the
   tokens. All others draw the same on all tensor-parallel ranks.
 """
@@ -208,12 +211,12 @@ class Cut(NamedTuple):
 def cuts_of(choice: Choice, tensor_parallel: int) -> Mapping[str, Cut]:
     """Return how a word cuts parameters, by their names in its module.
 
-    Empty for styles of torch, which know themselves, and without what a word leaves alone.
+    Of a fused layer, how its parts are. Empty for styles of torch, which know themselves, and without what a word leaves alone.
     """
     dims: Mapping[str, int | None]
     names = [name for name, _ in choice.module.named_parameters()]
     match choice.value, choice.module:
-        case (("colwise" | "colwise_gather" | "colwise_dtensor"), module):
+        case ((FusedColwiseParallel() | "colwise" | "colwise_gather" | "colwise_dtensor"), module):
             dims = {"weight": 1} if isinstance(module, nn.Embedding) else {"weight": 0, "bias": 0}
         case (("rowwise" | "rowwise_split"), _):
             dims = {"weight": 1, "bias": None}
@@ -279,13 +282,15 @@ def size_problems(choice: Choice, tensor_parallel: int, expert_parallel: int) ->
                 check_tensor_parallel_heads(num_heads, num_kv_heads, tensor_parallel, replicate_kv_heads=shares)
             case "attention", MultiHeadLatentAttention() as module:
                 check_tensor_parallel_heads(module.num_heads, module.num_heads, tensor_parallel)
+            case FusedColwiseParallel() as style, module:
+                style.check(module, tensor_parallel)
             case "expert", MoELayer() as module:
                 check_expert_parallel(module.num_experts, expert_parallel)
             case (("colwise" | "colwise_dtensor" | "rowwise"), module):
                 yield from _feature_problems(choice, module, tensor_parallel)
             case _:
                 pass
-    except ValueError as error:
+    except (ValueError, NotImplementedError) as error:
         yield f"does not fit: {str(error).removesuffix('.')}"
 
 

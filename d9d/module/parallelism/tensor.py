@@ -47,7 +47,7 @@ def parallelize_tensor(module: nn.Module, style: ParallelStyle, mesh: DeviceMesh
     apply_style(module, mesh, style, src_data_rank=None)
     for name, parameter in module.named_parameters():
         # Not all styles keep the flag (torch 2.13: SequenceParallel).
-        parameter.requires_grad_(is_trained[name])
+        parameter.requires_grad_(is_trained.get(name, parameter.requires_grad))
     align_gradients(module.parameters())
 
 

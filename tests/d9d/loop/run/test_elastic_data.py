@@ -10,8 +10,18 @@ import torch.distributed as dist
 from d9d.core.dist_context import DeviceMeshParameters
 from d9d.loop.auto import AutoDataConfig, AutoDataProvider
 from d9d.loop.auto.data import build_data_plan
+from d9d.loop.control import BuildForwardInputsContext
 from tests.d9d.loop.run.pipelined_job import PipelinedProvider, build_whole_model
-from tests.d9d.loop.run.regression_job import GLOBAL_BATCH_SIZE, Data, Provider, Task, build_job, build_model, collate
+from tests.d9d.loop.run.regression_job import (
+    GLOBAL_BATCH_SIZE,
+    Batch,
+    Data,
+    Provider,
+    Task,
+    build_job,
+    build_model,
+    collate,
+)
 from tests.d9d.loop.run.test_inference import build as build_inference
 from tests.d9d.loop.run.test_inference import of_all_ranks
 from tests.harness.parity import FP64_EXACT, named_full_parameters
@@ -81,6 +91,29 @@ def test_training_on_short_steps_equals_one_process(tmp_path, mesh, rest):
     if not is_pipelined:
         for name, value in named_full_parameters(job.model).items():
             torch.testing.assert_close(value, model.get_parameter(name).detach(), rtol=0, atol=FP64_EXACT)
+
+
+class WatchingTask(Task):
+    """Remembers which microbatches it was told to be idle."""
+
+    def build_forward_inputs(self, ctx: BuildForwardInputsContext[Batch]) -> Any:
+        self.idle = [*vars(self).get("idle", []), ctx.is_idle]
+        return super().build_forward_inputs(ctx)
+
+
+@pytest.mark.world_size(2)
+def test_tasks_know_idle_microbatches(tmp_path):
+    """8 microbatches of the first step for two ranks, and one of the second."""
+    job = build_job(
+        DeviceMeshParameters(data_parallel_replicate=2),
+        tmp_path,
+        total_steps=2,
+        weight=by_samples,
+        data_provider=auto_data(GLOBAL_BATCH_SIZE + 1, num_epochs=1),
+        task_class=WatchingTask,
+    )
+    job.trainer.train()
+    assert job.task.idle == [False] * 4 + [dist.get_rank() == 1]
 
 
 @pytest.mark.world_size(4)

@@ -1,0 +1,124 @@
+"""Split linear layers that compute several things at once, such as queries, keys and values.
+
+[Note: parts of fused layers]
+A rank needs its part of each group, which are rows of one weight that do not follow each other. No placement of a DTensor says
+so in a way that FSDP and checkpoints understand. So the layer is taken apart: each group becomes a layer of its own,
+``parts.0`` and so on, split like any other, and the fused one joins what they give. The names of its parameters change with
+it: a checkpoint of a mesh with tensor parallelism is not read without, and says which names are missing. Values that are
+drawn by name would be others too, so the layer must have its values.
+"""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle
+
+from d9d.module.parallelism.tensor import parallelize_tensor
+
+__all__ = ["FusedColwiseParallel"]
+
+_WORD = re.compile(r"colwise_fused\((\d+(?:, *\d+)*)\)")
+
+
+class FusedColwiseParallel(ParallelStyle):
+    """Splits each of several groups of output features of a linear layer, and leaves a rank its part of all of them.
+
+    Behind the layer a rank sees the same groups side by side, each smaller: of queries, keys and values, those of its heads.
+    See [Note: parts of fused layers]. Takes a plain tensor that is the same on all ranks, and gives a plain one. The gradient of
+    its input is summed over the ranks once.
+
+    Args:
+        counts: How many heads each group has, in their order, such as ``(8, 2, 2)``; where there are no heads, how many
+            features, such as the width of a gate and of what it gates. Heads stay whole.
+    """
+
+    def __init__(self, counts: Sequence[int]) -> None:
+        super().__init__()
+        self._counts = tuple(counts)
+
+    @classmethod
+    def parse(cls, word: object) -> "FusedColwiseParallel | None":
+        """Read the word of a plan, such as ``colwise_fused(8, 2, 2)``; None for anything else."""
+        match = _WORD.fullmatch(word) if isinstance(word, str) else None
+        return None if match is None else cls([int(count) for count in match[1].split(",")])
+
+    def check(self, module: nn.Module, degree: int) -> None:
+        """Refuse a layer, or a number of ranks, that does not fit.
+
+        Raises:
+            NotImplementedError: If it is no linear layer.
+            ValueError: If groups are no whole features, or are not shared evenly by the ranks, with the degrees that can.
+        """
+        if not isinstance(module, nn.Linear):
+            raise NotImplementedError(f"{type(self).__name__} is for nn.Linear, not for a {type(module).__name__}.")
+        if not all(self._counts) or module.out_features % sum(self._counts):
+            raise ValueError(
+                f"{module.out_features} features can not be {sum(self._counts)} = {' + '.join(map(str, self._counts))} heads "
+                "of equal size. Give the number of heads, or of features, of each group."
+            )
+        if any(count % degree for count in self._counts):
+            valid = [
+                str(ranks) for ranks in range(1, min(self._counts) + 1) if not any(n % ranks for n in self._counts)
+            ]
+            raise ValueError(
+                f"groups of {', '.join(map(str, self._counts))} can not be shared evenly by tensor_parallel = {degree} ranks. Set "
+                f"tensor_parallel to one of {', '.join(valid)}."
+            )
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        # What torch's `parallelize_module` calls.
+        self.check(module, device_mesh.size())
+        assert isinstance(module, nn.Linear)  # checked above
+        if module.weight.is_meta:
+            raise NotImplementedError(
+                "a fused layer that tensor parallelism takes apart must have its values: build it on a device instead of "
+                "torch.device('meta'), or use a layer for each group."
+            )
+        parts = _parts_of(module, [count * module.out_features // sum(self._counts) for count in self._counts])
+        del module.weight, module.bias
+        # The module itself, since nobody knows where else it is held.
+        module.__class__ = _FusedLinear
+        module.add_module("parts", parts)
+        for part in parts:
+            parallelize_tensor(part, ColwiseParallel(), device_mesh)
+
+        def take_in(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+            # One tensor for all parts, so that their gradients are added before they are summed over the ranks.
+            return DTensor.from_local(args[0], device_mesh, [Replicate()], run_check=False), *args[1:]
+
+        module.register_forward_pre_hook(take_in)
+        return module
+
+
+class _FusedLinear(nn.Linear):
+    """See [Note: parts of fused layers]."""
+
+    parts: nn.ModuleList
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002  # the name of nn.Linear
+        return torch.cat([part(input) for part in self.parts], dim=-1)
+
+    def reset_parameters(self) -> None:
+        for part in self.parts:
+            assert isinstance(part, nn.Linear)  # see FusedColwiseParallel
+            part.reset_parameters()
+
+
+@torch.no_grad()
+def _parts_of(module: nn.Linear, sizes: Sequence[int]) -> nn.ModuleList:
+    parts = nn.ModuleList()
+    weights = module.weight.split(list(sizes))
+    own_bias = dict(module.named_parameters(recurse=False)).get("bias")  # if it has one
+    biases = [None] * len(sizes) if own_bias is None else own_bias.split(list(sizes))
+    for weight, bias in zip(weights, biases, strict=True):
+        part = nn.Linear(module.in_features, len(weight), bias is not None, device="meta")
+        part.weight = nn.Parameter(weight.clone(), requires_grad=module.weight.requires_grad)
+        if bias is not None:
+            part.bias = nn.Parameter(bias.clone(), requires_grad=module.bias.requires_grad)
+        parts.append(part)
+    return parts
