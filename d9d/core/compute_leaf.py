@@ -2,6 +2,9 @@
 # torch reads parameters from these attributes, and so do we (torch 2.13)
 # pyright: reportPrivateUsage=false
 
+from collections.abc import Callable
+
+import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -59,7 +62,13 @@ class ReplicatedParameters:
         self._slots = slots
 
     def __call__(self, module: nn.Module, args: tuple[object, ...]) -> None:
-        """Rebind what has changed since the last call."""
+        """Rebind what has changed since the last call. Breaks the graph of a compiled module that it is inside of."""
+        if torch.compiler.is_compiling():
+            _outside_of_graphs(self._follow)
+        else:
+            self._follow()
+
+    def _follow(self) -> None:
         for owner, name in self._slots:
             parameter = owner._parameters.get(name)
             if isinstance(parameter, DTensor) and not _is_bound(owner, name, parameter):
@@ -71,6 +80,12 @@ class ReplicatedParameters:
             parameter = owner._parameters.get(name)
             if isinstance(parameter, DTensor):
                 _bind(owner, name, parameter)
+
+
+@torch.compiler.disable
+def _outside_of_graphs(call: Callable[[], None]) -> None:
+    # The compiler knows nothing of addresses.
+    call()
 
 
 def bind_compute_leaves(module: nn.Module) -> None:

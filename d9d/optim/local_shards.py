@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from d9d.core.placement import compute_leaf, is_sharded, like_parameter, local_tensor, shard_of
+from d9d.optim.stochastic import StochasticAdamW
 
 _ELEMENTWISE = (
     torch.optim.ASGD,
@@ -23,6 +24,7 @@ _ELEMENTWISE = (
     torch.optim.RMSprop,
     torch.optim.Rprop,
     torch.optim.SGD,
+    StochasticAdamW,
 )
 """Optimizers whose update of an element depends on that element alone, so that a shard can be updated by itself."""
 

@@ -9,6 +9,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.utils._foreach_utils import _get_fused_kernels_supported_devices  # pyright: ignore[reportPrivateUsage]
 
 from d9d.loop.control import InitializeOptimizerStageContext, OptimizerProvider
+from d9d.optim.stochastic import StochasticAdamW
 
 __all__ = [
     "AdamOptimizerConfig",
@@ -100,8 +101,7 @@ class AutoOptimizerProvider(OptimizerProvider):
         """Build the optimizer of one stage.
 
         Raises:
-            ValueError: Nothing in the stage is trainable.
-            NotImplementedError: The optimizer is not available yet.
+            ValueError: Nothing in the stage is trainable, or the optimizer is not for the dtype of a parameter.
         """
         params = [param for param in context.model.parameters() if param.requires_grad]
         if not params:
@@ -125,9 +125,9 @@ def _build(config: AutoOptimizerConfig, params: list[nn.Parameter], fused: bool)
         case SGDOptimizerConfig():
             return SGD(params, **config.model_dump(exclude={"name"}), fused=fused)
         case StochasticAdamWOptimizerConfig():
-            raise NotImplementedError(
-                "optimizer 'stochastic_adamw' is not available yet: it arrives with d9d.optim.stochastic in a later "
-                "release. Use 'adamw' until then."
+            state_dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.state_dtype]
+            return StochasticAdamW(
+                params, **config.model_dump(exclude={"name", "state_dtype"}), state_dtype=state_dtype
             )
         case _:
             assert_never(config)

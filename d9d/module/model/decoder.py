@@ -8,7 +8,6 @@ from typing import Protocol, Self, cast
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from d9d.core.types import TensorSpec
 from d9d.module.base import ModuleLateInit
@@ -22,6 +21,7 @@ from d9d.module.block.normalization import RMSNorm
 from d9d.module.block.positional import RotaryEmbeddingProvider, RotaryEmbeddingStyle
 from d9d.module.model.io import SequenceInput, SequenceShared, SequenceTransfer
 from d9d.module.model.parameters import DecoderParameters, GroupedQueryLayerParameters, build_rope_scaling
+from d9d.module.recompute import SelectiveCheckpointing, checkpoint_blocks
 from d9d.pipelining.api import (
     ModuleSupportsPipelining,
     PipelineStageInfo,
@@ -167,7 +167,8 @@ class Decoder(nn.Module, ModuleLateInit):
         params: The model, but for its layers.
         stage: Which part of it this is.
         hidden_states_snapshot_mode: What is kept of the outputs of each layer.
-        enable_checkpointing: Whether layers are computed again for their backward pass, instead of keeping activations.
+        enable_checkpointing: Whether layers are computed again for their backward pass, instead of keeping activations; or
+            what of these is kept.
         hidden_size: H.
         norm_eps: Epsilon of the last norm.
         rope_dim: Number of dimensions of a head that are rotated.
@@ -180,7 +181,7 @@ class Decoder(nn.Module, ModuleLateInit):
         params: DecoderParameters,
         stage: PipelineStageInfo,
         hidden_states_snapshot_mode: HiddenStatesAggregationMode,
-        enable_checkpointing: bool,
+        enable_checkpointing: bool | SelectiveCheckpointing,
         *,
         hidden_size: int,
         norm_eps: float,
@@ -192,7 +193,6 @@ class Decoder(nn.Module, ModuleLateInit):
         self._params = params
         self._stage = stage
         self._snapshot_mode = hidden_states_snapshot_mode
-        self._enable_checkpointing = enable_checkpointing
         self._hidden_size = hidden_size
         self._token_parts = 1
         self._layer_range = layers_of_stage(params, stage)
@@ -207,6 +207,8 @@ class Decoder(nn.Module, ModuleLateInit):
         self.layers = nn.ModuleDict({str(index): build_layer(index) for index in self._layer_range})
         self.norm = RMSNorm(hidden_size, norm_eps) if stage.is_current_stage_last else None
         self.token_mean = TokenMean() if hidden_states_snapshot_mode != HiddenStatesAggregationMode.no else None
+        if enable_checkpointing is not False:
+            checkpoint_blocks(self.layers.values(), None if enable_checkpointing is True else enable_checkpointing)
         self._dtype = next(self.parameters()).dtype
 
     @property
@@ -280,7 +282,7 @@ class Decoder(nn.Module, ModuleLateInit):
             self._snapshot_mode, shared.hidden_states_agg_mask, self.token_mean
         )
         for layer in self.layers.values():
-            hidden_states = self._run(layer, hidden_states, position_embeddings, shared)
+            hidden_states = layer(hidden_states, position_embeddings, shared.attention_mask, shared.token_mask)
             aggregator.add_hidden_states(hidden_states)
         if self.norm is not None:
             hidden_states = self.norm(hidden_states)
@@ -300,18 +302,6 @@ class Decoder(nn.Module, ModuleLateInit):
             f"stage {self._stage.current_stage} of {self._stage.num_stages} takes a {expected}, not a "
             f"{type(inputs).__name__}. The first stage takes token ids, the others what the stage before returns."
         )
-
-    def _run(
-        self,
-        layer: nn.Module,
-        hidden_states: torch.Tensor,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor],
-        shared: SequenceShared,
-    ) -> torch.Tensor:
-        inputs = hidden_states, position_embeddings, shared.attention_mask, shared.token_mask
-        if self._enable_checkpointing and torch.is_grad_enabled():
-            return cast("torch.Tensor", checkpoint(layer, *inputs, use_reentrant=False))
-        return layer(*inputs)
 
     def reset_parameters(self) -> None:
         """Initialise everything that the stage has."""

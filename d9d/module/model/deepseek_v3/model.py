@@ -18,6 +18,7 @@ from d9d.module.block.positional import RotaryEmbeddingStyle
 from d9d.module.block.positional.scaling import yarn_mscale
 from d9d.module.model.decoder import Decoder, DecoderLayer
 from d9d.module.model.parameters import DecoderParameters, YarnRopeScalingConfig
+from d9d.module.recompute import SelectiveCheckpointing
 from d9d.pipelining.api import PipelineStageInfo
 
 __all__ = ["DeepSeekV3Layer", "DeepSeekV3LayerParameters", "DeepSeekV3Model", "DeepSeekV3Parameters"]
@@ -110,7 +111,8 @@ class DeepSeekV3Model(Decoder):
         params: The whole model.
         stage: Which part of it this is.
         hidden_states_snapshot_mode: What is kept of the outputs of each layer.
-        enable_checkpointing: Whether layers are computed again for their backward pass, instead of keeping activations.
+        enable_checkpointing: Whether layers are computed again for their backward pass, instead of keeping activations; or
+            what of these is kept.
     """
 
     def __init__(
@@ -118,7 +120,7 @@ class DeepSeekV3Model(Decoder):
         params: DeepSeekV3Parameters,
         stage: PipelineStageInfo,
         hidden_states_snapshot_mode: HiddenStatesAggregationMode,
-        enable_checkpointing: bool,
+        enable_checkpointing: bool | SelectiveCheckpointing,
     ) -> None:
         super().__init__(
             params,

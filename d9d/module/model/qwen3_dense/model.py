@@ -7,6 +7,7 @@ from d9d.module.block.hidden_states_aggregator import HiddenStatesAggregationMod
 from d9d.module.block.positional import RotaryEmbeddingStyle
 from d9d.module.model.decoder import Decoder, DecoderLayer, build_grouped_query_attention
 from d9d.module.model.parameters import DecoderParameters, GroupedQueryLayerParameters
+from d9d.module.recompute import SelectiveCheckpointing
 from d9d.pipelining.api import PipelineStageInfo
 
 __all__ = ["Qwen3DenseLayer", "Qwen3DenseLayerParameters", "Qwen3DenseModel", "Qwen3DenseParameters"]
@@ -54,7 +55,8 @@ class Qwen3DenseModel(Decoder):
         params: The whole model.
         stage: Which part of it this is.
         hidden_states_snapshot_mode: What is kept of the outputs of each layer.
-        enable_checkpointing: Whether layers are computed again for their backward pass, instead of keeping activations.
+        enable_checkpointing: Whether layers are computed again for their backward pass, instead of keeping activations; or
+            what of these is kept.
     """
 
     def __init__(
@@ -62,7 +64,7 @@ class Qwen3DenseModel(Decoder):
         params: Qwen3DenseParameters,
         stage: PipelineStageInfo,
         hidden_states_snapshot_mode: HiddenStatesAggregationMode,
-        enable_checkpointing: bool,
+        enable_checkpointing: bool | SelectiveCheckpointing,
     ) -> None:
         super().__init__(
             params,

@@ -7,6 +7,7 @@ from d9d.module.block.moe import MoELayer
 from d9d.module.block.positional import RotaryEmbeddingStyle
 from d9d.module.model.decoder import Decoder, DecoderLayer, build_grouped_query_attention
 from d9d.module.model.parameters import DecoderParameters, GroupedQueryLayerParameters
+from d9d.module.recompute import SelectiveCheckpointing
 from d9d.pipelining.api import PipelineStageInfo
 
 __all__ = ["Qwen3MoELayer", "Qwen3MoELayerParameters", "Qwen3MoEModel", "Qwen3MoEParameters"]
@@ -66,7 +67,8 @@ class Qwen3MoEModel(Decoder):
         params: The whole model.
         stage: Which part of it this is.
         hidden_states_snapshot_mode: What is kept of the outputs of each layer.
-        enable_checkpointing: Whether layers are computed again for their backward pass, instead of keeping activations.
+        enable_checkpointing: Whether layers are computed again for their backward pass, instead of keeping activations; or
+            what of these is kept.
     """
 
     def __init__(
@@ -74,7 +76,7 @@ class Qwen3MoEModel(Decoder):
         params: Qwen3MoEParameters,
         stage: PipelineStageInfo,
         hidden_states_snapshot_mode: HiddenStatesAggregationMode,
-        enable_checkpointing: bool,
+        enable_checkpointing: bool | SelectiveCheckpointing,
     ) -> None:
         super().__init__(
             params,

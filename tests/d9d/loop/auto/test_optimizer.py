@@ -55,9 +55,15 @@ def test_a_frozen_model_is_refused():
         build({"name": "sgd", "lr": 0.1}, nn.Linear(2, 2).requires_grad_(False))
 
 
-def test_stochastic_adamw_is_refused_until_it_arrives():
-    with pytest.raises(NotImplementedError, match=r"d9d\.optim\.stochastic"):
-        build({"name": "stochastic_adamw", "lr": 0.1, "state_dtype": "bfloat16"}, nn.Linear(2, 2))
+def test_stochastic_adamw():
+    config = {"name": "stochastic_adamw", "lr": 0.1, "state_dtype": "bfloat16"}
+    model = nn.Linear(2, 2, dtype=torch.bfloat16)
+    optimizer = build(config, model)
+    model(torch.ones(1, 2, dtype=torch.bfloat16)).sum().backward()
+    optimizer.step()
+    assert {state["exp_avg"].dtype for state in optimizer.state.values()} == {torch.bfloat16}
+    with pytest.raises(ValueError, match=r"shape \(2, 2\) in torch.float32. It is for bfloat16"):
+        build(config, nn.Linear(2, 2))
 
 
 @pytest.mark.parametrize(

@@ -119,7 +119,7 @@ def test_checkpointing_changes_nothing(name: str):
         model = CATALOGUE[name].build(False, checkpointed=checkpointed).double()
         randomize(model)
         calls: list[int] = []
-        model.decoder_layers[0].register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
+        model.decoder_layers[0].self_attn.register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
         model(SequenceInput(input_ids=ids), shared_of(ids)).hidden_states.sin().sum().backward()
         gradients.append({key: parameter.grad for key, parameter in model.named_parameters()})
         assert len(calls) == (2 if checkpointed else 1)
