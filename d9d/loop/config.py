@@ -27,6 +27,7 @@ __all__ = [
     "ModelStageFactoryConfig",
     "PipelineTimelineConfig",
     "PipeliningConfig",
+    "PreemptionConfig",
     "ProfilingConfig",
     "StepActionPeriod",
     "StepActionSpecial",
@@ -336,6 +337,18 @@ class TimeoutConfig(BaseModel):
     )
 
 
+class PreemptionConfig(BaseModel):
+    """Sets which signals tell a job to save and end."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    signals: tuple[Literal["SIGTERM", "SIGUSR1", "SIGUSR2", "SIGINT", "SIGHUP"], ...] = Field(
+        default=("SIGTERM", "SIGUSR1"),
+        description="Signals after which all ranks finish their step, save a checkpoint and exit with 128 plus the number of "
+        "the signal. Default: those that schedulers send. []: they have their usual effect.",
+    )
+
+
 class TrainerConfig(BaseModel):
     """Sets everything about a training job that is not code."""
 
@@ -355,6 +368,7 @@ class TrainerConfig(BaseModel):
     profiling: ProfilingConfig | None = Field(default=None, description="Default: no traces.")
     gradient_manager: GradientManagerConfig = Field(default_factory=GradientManagerConfig)
     timeout: TimeoutConfig = Field(default_factory=TimeoutConfig)
+    preemption: PreemptionConfig = Field(default_factory=PreemptionConfig)
 
 
 class InferenceConfig(BaseModel):

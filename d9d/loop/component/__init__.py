@@ -18,6 +18,7 @@ from d9d.loop.component.model_stage import ModelStageFactory
 from d9d.loop.component.model_states import ModelStageExporter
 from d9d.loop.component.optimizer_factory import OptimizerFactory
 from d9d.loop.component.pipeline_state import PipelineStateHandler
+from d9d.loop.component.preemption import PreemptionWatch
 from d9d.loop.component.profiler import JobProfiler
 from d9d.loop.component.task_operator import TrainTaskOperator
 from d9d.loop.component.timeouts import TimeoutManager
@@ -39,6 +40,7 @@ __all__ = [
     "ModelStageFactory",
     "OptimizerFactory",
     "PipelineStateHandler",
+    "PreemptionWatch",
     "PrefetchingDevicePackStream",
     "StateCheckpointer",
     "TimeoutManager",

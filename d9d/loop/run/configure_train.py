@@ -19,6 +19,7 @@ from d9d.loop.component import (
     ModelStageFactory,
     OptimizerFactory,
     PipelineStateHandler,
+    PreemptionWatch,
     StateCheckpointer,
     TimeoutManager,
     TrackedModules,
@@ -210,6 +211,7 @@ class TrainingConfigurator:
                 stages_by_rank=pipeline.stages_by_rank,
                 saved_elsewhere=() if pipeline.has_last_stage else ("task",),
             ),
+            preemption=PreemptionWatch(context, config.preemption),
             exporter=ModelStageExporter(self._model_provider, modules, context),
         )
 

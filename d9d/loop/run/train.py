@@ -22,6 +22,7 @@ from d9d.loop.component import (
     JobSchedule,
     ManualGarbageCollector,
     ModelStageExporter,
+    PreemptionWatch,
     StateCheckpointer,
     TimeoutManager,
     TrackedModules,
@@ -37,9 +38,11 @@ from d9d.loop.event.catalogue.train import (
     EVENT_TRAIN_FORWARD_BACKWARD_PRE,
     EVENT_TRAIN_OPTIMIZER_STEP_POST,
     EVENT_TRAIN_OPTIMIZER_STEP_PRE,
+    EVENT_TRAIN_PREEMPTED,
     EVENT_TRAIN_READY,
     EVENT_TRAIN_STEP_POST,
     EVENT_TRAIN_STEP_PRE,
+    EventPreemptedContext,
     EventTrainReadyContext,
 )
 from d9d.loop.run.job_state import CheckpointedState
@@ -72,6 +75,7 @@ class TrainJobState:
     checkpointer: StateCheckpointer
     checkpointed: CheckpointedState
     exporter: ModelStageExporter
+    preemption: PreemptionWatch
 
 
 class Trainer:
@@ -88,7 +92,12 @@ class Trainer:
 
         Raises:
             RuntimeError: If the data ends before the last step.
+            PreemptedExit: After a checkpoint was saved, if a signal has told some rank to end.
         """
+        with self._state.preemption.ending_process():
+            self._train()
+
+    def _train(self) -> None:
         job = self._state
         job.checkpointer.load_last_checkpoint(job.checkpointed)
         if job.schedule.current_step >= job.schedule.total_steps:
@@ -107,14 +116,24 @@ class Trainer:
             stack.enter_context(job.checkpointer.open())
             job.event_bus.trigger(EVENT_TRAIN_READY, EventTrainReadyContext(writer=writer))
             step_context = EventStepContext(schedule=job.schedule)
-            while job.schedule.current_step < job.schedule.total_steps:
+            while job.schedule.current_step < job.schedule.total_steps and not job.preemption.stops_job():
                 self._step(packs, step_context)
                 job.checkpointer.checkpoint_if_needed(job.checkpointed)
                 if profiler is not None:
                     profiler.step()
                 job.progress.step()
+            self._finish()
+
+    def _finish(self) -> None:
+        """Come to the end of the job, or of what a signal has left of it."""
+        job = self._state
+        if job.schedule.current_step == job.schedule.total_steps:
             job.task.finalize(FinalizeContext())
             job.event_bus.trigger(EVENT_TRAIN_FINISHED, EventFinishedContext())
+            return
+        context = EventPreemptedContext(schedule=job.schedule, signal_name=job.preemption.signal_name)
+        job.event_bus.trigger(EVENT_TRAIN_PREEMPTED, context)
+        job.checkpointer.checkpoint_before_exit(job.checkpointed)
 
     def _step(self, packs: Iterator[MicrobatchPack[Any]], context: EventStepContext) -> None:
         """Run one update of the parameters."""

@@ -15,6 +15,7 @@ from d9d.loop.event.core import Event
 if TYPE_CHECKING:
     from d9d.core.offload import SleepTag
     from d9d.core.protocol import LRSchedulerProtocol, OptimizerProtocol
+    from d9d.loop.component.job_schedule import JobSchedule
     from d9d.loop.component.tracker_writer import TrackerWriter
 
 
@@ -40,6 +41,16 @@ class EventTrainReadyContext:
 
     writer: "TrackerWriter"
     """Logs values to the run of this job. May be kept and used until the job has finished."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EventPreemptedContext:
+    """Given when a signal has stopped the job between two steps."""
+
+    schedule: "JobSchedule"
+    """Position in the job: ``current_step`` steps are done."""
+    signal_name: str
+    """Name of the signal, such as ``SIGTERM``, that some rank has got."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +99,9 @@ EVENT_TRAIN_STEP_POST = Event[EventStepContext]("train.step.post")
 
 EVENT_TRAIN_FINISHED = Event[EventFinishedContext]("train.finished")
 """All steps are done and the task is finalized."""
+
+EVENT_TRAIN_PREEMPTED = Event[EventPreemptedContext]("train.preempted")
+"""A signal ends the job before its last step, on all ranks after the same step; a checkpoint is written next."""
 
 EVENT_TRAIN_SLEEP_PRE = Event[EventSleepContext]("train.sleep.pre")
 """The job is about to give up device memory or communicators."""

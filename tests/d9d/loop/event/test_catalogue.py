@@ -19,6 +19,7 @@ TRAIN = {
     "OPTIMIZER_STEP_PRE": "train.optimizer_step.pre",
     "OPTIMIZER_STEP_POST": "train.optimizer_step.post",
     "FINISHED": "train.finished",
+    "PREEMPTED": "train.preempted",
     "SLEEP_PRE": "train.sleep.pre",
     "SLEEP_POST": "train.sleep.post",
     "WAKE_PRE": "train.wake.pre",
