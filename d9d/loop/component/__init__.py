@@ -14,8 +14,10 @@ from d9d.loop.component.gradient_manager import GradientManager
 from d9d.loop.component.inference_operator import InferenceTaskOperator
 from d9d.loop.component.job_logger import JobLogger
 from d9d.loop.component.job_schedule import JobSchedule
+from d9d.loop.component.loss_spikes import LossSpikeDetector
 from d9d.loop.component.model_stage import ModelStageFactory
 from d9d.loop.component.model_states import ModelStageExporter
+from d9d.loop.component.nonfinite import UpdateGuard
 from d9d.loop.component.optimizer_factory import OptimizerFactory
 from d9d.loop.component.pipeline_state import PipelineStateHandler
 from d9d.loop.component.preemption import PreemptionWatch
@@ -35,6 +37,7 @@ __all__ = [
     "JobLogger",
     "JobProfiler",
     "JobSchedule",
+    "LossSpikeDetector",
     "ManualGarbageCollector",
     "ModelStageExporter",
     "ModelStageFactory",
@@ -47,5 +50,6 @@ __all__ = [
     "TrackedModules",
     "TrackerWriter",
     "TrainTaskOperator",
+    "UpdateGuard",
     "build_device_pack_stream",
 ]

@@ -14,6 +14,7 @@ from d9d.loop.component import (
     JobLogger,
     JobProfiler,
     JobSchedule,
+    LossSpikeDetector,
     ManualGarbageCollector,
     ModelStageExporter,
     ModelStageFactory,
@@ -24,6 +25,7 @@ from d9d.loop.component import (
     TimeoutManager,
     TrackedModules,
     TrainTaskOperator,
+    UpdateGuard,
     build_device_pack_stream,
 )
 from d9d.loop.component.data_position import STREAM_KEY, restore_data_position
@@ -196,9 +198,11 @@ class TrainingConfigurator:
             ),
             gradient_manager=gradient_manager,
             gradient_clipper=GradientClipper(context, gradient_manager, config.gradient_clipping),
+            update_guard=UpdateGuard(context, config.gradient_manager, gradient_manager, schedule, bus),
             optimizer=optimizer,
             lr_scheduler=lr_scheduler,
             logger=logger,
+            loss_spikes=LossSpikeDetector(config.loss_spike, schedule, bus),
             progress=progress,
             profiler=JobProfiler(context, config.profiling, schedule),
             gc=gc,

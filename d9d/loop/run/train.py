@@ -20,6 +20,7 @@ from d9d.loop.component import (
     JobLogger,
     JobProfiler,
     JobSchedule,
+    LossSpikeDetector,
     ManualGarbageCollector,
     ModelStageExporter,
     PreemptionWatch,
@@ -27,6 +28,7 @@ from d9d.loop.component import (
     TimeoutManager,
     TrackedModules,
     TrainTaskOperator,
+    UpdateGuard,
 )
 from d9d.loop.component.progress import TrainingProgress
 from d9d.loop.control import FinalizeContext, TrainTask
@@ -65,9 +67,11 @@ class TrainJobState:
     task_operator: TrainTaskOperator[Any, Any, Any, Any, Any]
     gradient_manager: GradientManager
     gradient_clipper: GradientClipper
+    update_guard: UpdateGuard
     optimizer: OptimizerProtocol
     lr_scheduler: LRSchedulerProtocol
     logger: JobLogger
+    loss_spikes: LossSpikeDetector
     progress: TrainingProgress
     profiler: JobProfiler
     gc: ManualGarbageCollector
@@ -91,7 +95,7 @@ class Trainer:
         All ranks must call it. A job that is complete already returns at once.
 
         Raises:
-            RuntimeError: If the data ends before the last step.
+            RuntimeError: If the data ends before the last step, or ``gradient_manager`` ends the job by its config.
             PreemptedExit: After a checkpoint was saved, if a signal has told some rank to end.
         """
         with self._state.preemption.ending_process():
@@ -149,11 +153,13 @@ class Trainer:
         grad_norm = job.gradient_clipper.clip()
 
         with bus.bounded(EVENT_TRAIN_OPTIMIZER_STEP_PRE, EVENT_TRAIN_OPTIMIZER_STEP_POST, context):
-            if job.gradient_manager.should_update():
+            if job.update_guard.allows_update(grad_norm):
                 job.optimizer.step()
 
         job.lr_scheduler.step()
-        job.logger.log(loss=job.gradient_manager.compute_global_loss(), grad_norm=grad_norm)
+        loss = job.gradient_manager.compute_global_loss()
+        job.logger.log(loss=loss, grad_norm=grad_norm)
+        job.loss_spikes.note(loss)
         job.gradient_manager.zero_grad()
         job.gc.collect_periodic()
         job.timeouts.set_periodic()

@@ -19,6 +19,8 @@ TRAIN = {
     "OPTIMIZER_STEP_PRE": "train.optimizer_step.pre",
     "OPTIMIZER_STEP_POST": "train.optimizer_step.post",
     "FINISHED": "train.finished",
+    "NONFINITE": "train.nonfinite",
+    "LOSS_SPIKE": "train.loss_spike",
     "PREEMPTED": "train.preempted",
     "SLEEP_PRE": "train.sleep.pre",
     "SLEEP_POST": "train.sleep.post",
