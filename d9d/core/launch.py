@@ -8,6 +8,8 @@ from datetime import timedelta
 from typing import Self
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore  # torch.distributed re-exports it, and does not say so (torch 2.13)
+from torch.distributed.rendezvous import rendezvous
 
 _INIT_TIMEOUT = timedelta(seconds=1800)
 """Limit for joining; the loop replaces it by its own init and step timeouts once the context exists."""
@@ -70,7 +72,10 @@ class LaunchEnvironment:
                 f"{' and '.join(missing)} not set, so the {self.world_size} processes cannot find each other. "
                 f"Start the job with torchrun --nproc-per-node {self.world_size}."
             )
-        dist.init_process_group(backend, timeout=_INIT_TIMEOUT)
+        store, rank, world_size = next(rendezvous("env://", timeout=_INIT_TIMEOUT))
+        # torchrun keeps its store when it restarts the processes, with the addresses of those that are gone. (torch 2.13)
+        own = PrefixStore(f"d9d/attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        dist.init_process_group(backend, timeout=_INIT_TIMEOUT, store=own, rank=rank, world_size=world_size)
         atexit.register(_leave_process_group)
 
 

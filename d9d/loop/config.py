@@ -9,6 +9,7 @@ import torch
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from d9d.checkpoint import OnChangedParameters, OnCorrupt
+from d9d.internals.nonfinite import OnNonfinite
 from d9d.model_state.io.load import LoadMode
 from d9d.pipelining.factory import AnyPipelineScheduleConfig, PipelineScheduleGPipeConfig
 from d9d.pipelining.visualize import PICTURE_SUFFIXES
@@ -24,9 +25,11 @@ __all__ = [
     "InferenceConfig",
     "JobLoggerConfig",
     "JobScheduleConfig",
+    "LossSpikeConfig",
     "ModelStageFactoryConfig",
     "PipelineTimelineConfig",
     "PipeliningConfig",
+    "PreemptionConfig",
     "ProfilingConfig",
     "StepActionPeriod",
     "StepActionSpecial",
@@ -219,6 +222,22 @@ class CheckpointingConfig(BaseModel):
     )
 
 
+class LossSpikeConfig(BaseModel):
+    """Sets which losses stand out, for handlers of the event ``train.loss_spike``."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    num_deviations: float = Field(
+        default=6.0,
+        gt=0,
+        description="Deviations above the median of the last losses, where a deviation is 1.4826 times the median distance "
+        "from the median. Default 6: noise comes there once in 10^9 steps, if it is normal.",
+    )
+    window_steps: int = Field(
+        default=100, ge=3, description="Losses to compare with. Default 100: the first 100 steps are not judged."
+    )
+
+
 class ModelStageFactoryConfig(BaseModel):
     """Sets what model stages start from and what of them is saved."""
 
@@ -318,6 +337,14 @@ class GradientManagerConfig(BaseModel):
             "weights as they are and go on; 'raise' ends the job."
         ),
     )
+    on_nonfinite: OnNonfinite = Field(
+        default="ignore",
+        description=(
+            "What a step does when its loss or gradient norm is NaN or infinite on any rank: 'skip' leaves weights and optimizer "
+            "as they are and goes on, 'raise' ends the job before they change. Both let the host wait for the device once a "
+            "step. Default 'ignore': take the step without looking."
+        ),
+    )
 
     @property
     def torch_grad_dtype(self) -> torch.dtype | None:
@@ -342,6 +369,18 @@ class TimeoutConfig(BaseModel):
     )
 
 
+class PreemptionConfig(BaseModel):
+    """Sets which signals tell a job to save and end."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    signals: tuple[Literal["SIGTERM", "SIGUSR1", "SIGUSR2", "SIGINT", "SIGHUP"], ...] = Field(
+        default=("SIGTERM", "SIGUSR1"),
+        description="Signals after which all ranks finish their step, save a checkpoint and exit with 128 plus the number of "
+        "the signal. Default: those that schedulers send. []: they have their usual effect.",
+    )
+
+
 class TrainerConfig(BaseModel):
     """Sets everything about a training job that is not code."""
 
@@ -360,7 +399,9 @@ class TrainerConfig(BaseModel):
     gradient_clipping: GradientClippingConfig
     profiling: ProfilingConfig | None = Field(default=None, description="Default: no traces.")
     gradient_manager: GradientManagerConfig = Field(default_factory=GradientManagerConfig)
+    loss_spike: LossSpikeConfig | None = Field(default=None, description="Default: no loss is looked at.")
     timeout: TimeoutConfig = Field(default_factory=TimeoutConfig)
+    preemption: PreemptionConfig = Field(default_factory=PreemptionConfig)
 
 
 class InferenceConfig(BaseModel):

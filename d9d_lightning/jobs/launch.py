@@ -61,6 +61,12 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         return function(*args, **kwargs)
 
 
+def is_started_by_script() -> bool:
+    """Tell whether another process of the job has started this one by running the script again."""
+    launcher = os.environ.get(_LAUNCHER_PID)
+    return launcher is not None and int(launcher) != os.getpid()
+
+
 def build_launcher(
     strategy: ParallelStrategy,
     name: LauncherName | None,

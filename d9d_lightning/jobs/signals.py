@@ -1,79 +1,85 @@
-"""Let all ranks stop at the same batch when some of them are told to end."""
+"""Let all ranks stop at the same batch, with a checkpoint, when some of them are told to end."""
 # Lightning's signal handling has no public names
 # pyright: reportPrivateUsage=false
 
+import functools
 import logging
-import time
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
 from types import FrameType
 from typing import Any, Self
 
-import torch
-import torch.distributed as dist
 from lightning.pytorch import Trainer
-from lightning.pytorch.trainer.connectors.signal_connector import _SIGNUM, _SignalConnector
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.loops.fetchers import _DataFetcher
+from lightning.pytorch.trainer.connectors.signal_connector import _SIGNUM, _HandlersCompose, _SignalConnector
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_prefixed_message
 from typing_extensions import override
 
 from d9d.core.dist_context import DistributedContext
+from d9d.core.preemption import SignalAgreement, end_at_once, exit_code_of
+from d9d_lightning.jobs.launch import is_started_by_script
 
 _log = logging.getLogger(__name__)
 
-_TARGET_S = 1.0
-"""Time between two exchanges that they settle at, in seconds: short against the 30 s that schedulers leave a job to save
-in, and long against the tenth of a millisecond that an exchange takes."""
-
-_MAX_BATCHES = 256
-"""Most batches between two exchanges, so that a stretch of fast batches does not put off the next one for long."""
-
 
 class AgreedSignals(_SignalConnector):
-    """Takes the place of a Trainer's signal handling while a distributed job runs.
+    """Takes the place of a Trainer's signal handling while a job runs.
 
     Lightning broadcasts a flag of rank 0 before each batch and reads it on the host, which waits for the device each
     time. Its handler broadcasts as well, in the middle of whatever the process does just then; it stops the rank that
     was signalled and no other one. Here a handler only notes the signal. Before a batch, about once a second, all ranks
-    tell each other over the CPU; they stop in the same batch if any of them was told to. Evaluation inside of ``fit`` runs
-    to its end first. The state that SLURM's requeue signal saves is that of one batch too.
+    tell each other over the CPU; they stop before the same batch if any of them was told to, and never within an
+    accumulation window. Evaluation inside of ``fit`` runs to its end first. The state that SLURM's requeue signal saves
+    is that of one batch too. See [Note: ending between steps].
     """
 
-    def __init__(self, trainer: Trainer, context: DistributedContext) -> None:
+    def __init__(self, trainer: Trainer, context: DistributedContext | None) -> None:
         """Hold back; `install` puts it in place."""
-        self._is_pending = False
+        self._pending = 0
         self._is_agreed = False
+        self._pid = os.getpid()
         super().__init__(trainer)
         self._original = trainer._signal_connector
-        self._requeue: int | None = None
+        self._requeue = 0
         self._is_fitting = trainer.state.fn == TrainerFn.FITTING
-        self._device = _host_device(context)
-        self._num_batches_left = 1
-        self._interval = 1
-        self._last_exchange_s = time.monotonic()
+        self._agreement = SignalAgreement(context)
+        self._agreed_signal = 0
+        self._first_step: int | None = None
 
     @classmethod
-    def install(cls, trainer: Trainer, context: DistributedContext) -> Self:
+    def install(cls, trainer: Trainer, context: DistributedContext | None) -> Self:
         """Replace the signal handling of a Trainer until `release`. All ranks must do so for the same run."""
         signals = cls(trainer, context)
         trainer._signal_connector = signals
-        vars(trainer.fit_loop.epoch_loop)["_broadcast_sigterm_tensor"] = signals.before_batch
+        loop = trainer.fit_loop.epoch_loop
+        if context is not None:
+            vars(loop)["_broadcast_sigterm_tensor"] = signals.before_batch
+        else:
+            # A Trainer of one process asks nobody.
+            vars(loop)["advance"] = functools.partial(signals._look_and_advance, loop.advance)
         return signals
 
     def release(self) -> None:
         """Give the Trainer its own signal handling back, and the process the handlers that it had."""
         self.teardown()
-        self._original.received_sigterm = self._is_pending or self._is_agreed
+        self._original.received_sigterm = self._is_agreed or self._pending > 0
         self.trainer._signal_connector = self._original
-        vars(self.trainer.fit_loop.epoch_loop).pop("_broadcast_sigterm_tensor", None)
+        for name in ("_broadcast_sigterm_tensor", "advance"):
+            vars(self.trainer.fit_loop.epoch_loop).pop(name, None)
 
     @property
     def received_sigterm(self) -> bool:
         """Whether the job ends. While fitting, the same on all ranks; in an evaluation, whether this rank was told to."""
-        return self._is_agreed or (self._is_pending and not self._is_fitting)
+        return self._is_agreed or (self._pending > 0 and not self._is_fitting)
 
     @received_sigterm.setter
     def received_sigterm(self, is_received: bool) -> None:
-        self._is_pending = is_received
+        self._pending = int(signal.SIGTERM) if is_received else 0
         if not is_received:
             self._is_agreed = False
 
@@ -81,35 +87,44 @@ class AgreedSignals(_SignalConnector):
         """Count a batch, and see in some whether any rank has been told to end. All ranks must call it.
 
         Raises:
-            SIGTERMException: On all ranks, if so.
+            SIGTERMException: On all ranks, if so; a checkpoint is saved.
         """
-        self._num_batches_left -= 1
-        if self._num_batches_left > 0:
-            return
-        now_s = time.monotonic()
-        mine = [float(self._is_pending), float(self._requeue or 0), now_s - self._last_exchange_s]
-        shared = torch.tensor(mine, device=self._device)
-        dist.all_reduce(shared, op=dist.ReduceOp.MAX)
-        is_ending, requeue, elapsed_s = shared.tolist()
-        self._last_exchange_s = now_s
-        # The slowest rank's time, so that all ranks come to the same number.
-        fitting = self._interval * _TARGET_S / max(elapsed_s, 1e-6)
-        self._interval = int(min(max(fitting, 1), 2 * self._interval, _MAX_BATCHES))
-        self._num_batches_left = self._interval
-        if requeue:
-            self._requeue = None
-            super()._slurm_sigusr_handler_fn(int(requeue), None)  # pyright: ignore[reportArgumentType]  # it does not look at the frame
-        if is_ending:
+        trainer = self.trainer
+        if self._first_step is None:
+            self._first_step = trainer.global_step
+        agreed = self._agreement.exchange_if_due(self._pending, self._requeue)
+        if agreed is not None:
+            self._agreed_signal, requeue = agreed
+            if requeue:
+                self._requeue = 0
+                super()._slurm_sigusr_handler_fn(requeue, None)  # pyright: ignore[reportArgumentType]  # it does not look at the frame
+        # Gradients of half a window are in no checkpoint.
+        if self._agreed_signal and not trainer.fit_loop._should_accumulate():
+            if trainer.global_step > self._first_step:
+                _save_before_exit(trainer)
             self._is_agreed = True
-            raise SIGTERMException
+            raise _exit_after(self._agreed_signal)
+
+    def _look_and_advance(self, advance: Callable[[_DataFetcher], None], data_fetcher: _DataFetcher) -> None:
+        self.before_batch()
+        advance(data_fetcher)
+
+    @override
+    def register_signal_handlers(self) -> None:
+        super().register_signal_handlers()
+        if self._is_fitting and signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL:
+            # Neither Lightning requeues by it nor has the user a handler of his own.
+            self._register_signal(signal.SIGUSR1, _HandlersCompose(self._sigterm_notifier_fn))
 
     @override
     def _sigterm_notifier_fn(self, signum: _SIGNUM, _: FrameType) -> None:
-        _log.info(rank_prefixed_message(f"Received SIGTERM: {signum}", self.trainer.local_rank))
+        _log.warning(rank_prefixed_message(f"Received {signal.Signals(signum).name}", self.trainer.local_rank))
+        if self._pending or os.getpid() != self._pid:
+            end_at_once(signum)
         launcher = self.trainer.strategy.launcher
-        if not self._is_pending and launcher is not None:
+        if launcher is not None and not self._is_fitting:
             launcher.kill(signum)
-        self._is_pending = True
+        self._pending = int(signum)
 
     @override
     def _slurm_sigusr_handler_fn(self, signum: _SIGNUM, _: FrameType) -> None:
@@ -122,6 +137,26 @@ class AgreedSignals(_SignalConnector):
         return {**super().__getstate__(), "_original": None}
 
 
-def _host_device(context: DistributedContext) -> torch.device:
-    """Return where the default group exchanges a few numbers; the CPU, unless the user has made a group without one."""
-    return torch.device("cpu") if "cpu:" in dist.get_backend_config() else context.current_device
+def _exit_after(signum: int) -> SIGTERMException:
+    """Return what ends a fit, with the exit code that a launcher is to see.
+
+    Lightning kills the first process when one that it has started ends with another code than 0, though that may still
+    be writing its logs. The first process speaks for them.
+    """
+    return SIGTERMException(0 if is_started_by_script() else exit_code_of(signum))
+
+
+def _save_before_exit(trainer: Trainer) -> None:
+    """Save a checkpoint for ``fit(ckpt_path="last")`` to find. All ranks must call it."""
+    callbacks = trainer.checkpoint_callbacks
+    if any(isinstance(each, OnExceptionCheckpoint) for each in callbacks) or any(
+        isinstance(each, ModelCheckpoint) and each.save_on_exception for each in callbacks
+    ):
+        return  # these do so by themselves
+    checkpoint = next((each for each in callbacks if isinstance(each, ModelCheckpoint)), None)
+    if checkpoint is None or checkpoint.dirpath is None:
+        _log.warning("step %d is not saved: the Trainer has no ModelCheckpoint.", trainer.global_step)
+        return
+    # Found since its name begins as that of the last one; never a link to another checkpoint, nor removed by the callback.
+    name = f"{checkpoint.CHECKPOINT_NAME_LAST}-preempted{checkpoint.FILE_EXTENSION}"
+    trainer.save_checkpoint(str(Path(checkpoint.dirpath) / name))

@@ -83,7 +83,6 @@ class TrainerRun:
         self._fsdp: FsdpSteps | None = None
         self._free_shards: Callable[[], None] | None = None
         self._correction: float | torch.Tensor = 1.0
-        self._signals: AgreedSignals | None = None
         self._batches = None if context is None else BatchAgreement(context)
         loss_weights = LossWeights(None if context is None else context.replica_group, device)
         pipeline = pipeline_of(module)
@@ -115,8 +114,8 @@ class TrainerRun:
             own_backward=own_backward,
         )
         # Last: what fails above leaves the Trainer as it was.
+        self._signals = AgreedSignals.install(trainer, context)
         if context is not None:
-            self._signals = AgreedSignals.install(trainer, context)
             install_summaries(trainer)
             _evaluate_without_inference_mode(trainer)
 
@@ -186,9 +185,9 @@ class TrainerRun:
         if self._pipeline_steps is not None:
             self._pipeline_steps.release()
         self._trainer.fit_loop.epoch_loop.automatic_optimization = self._lightning_optimization
-        if self._signals is not None:
+        if self._context is not None:
             release_summaries(self._trainer)
-            self._signals.release()
+        self._signals.release()
 
     # Training
 

@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from d9d_lightning.jobs import signals
+from d9d.core import preemption
 from d9d_lightning.jobs.signals import AgreedSignals
 from tests.d9d_lightning.support import Regression, build_trainer, make_samples, rank_loader, seeded
 
@@ -49,7 +49,8 @@ def send_sigterm(trainer):
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("act", [set_flag, send_sigterm])
-def test_a_signal_to_one_rank_ends_all_in_the_same_batch(rank, act):
+def test_a_signal_to_one_rank_ends_all_in_the_same_batch(rank, act, monkeypatch):
+    monkeypatch.setattr(preemption, "_TARGET_S", 1e6)  # however slow the machine is
     before = signal.getsignal(signal.SIGTERM)
     module = seeded(Regression)
     trainer = build_trainer(SHARD, callbacks=[Signal(rank, 5, act)])
@@ -66,7 +67,7 @@ def test_a_signal_to_one_rank_ends_all_in_the_same_batch(rank, act):
 
 @pytest.mark.world_size(2)
 def test_training_without_a_signal_exchanges_seldom(monkeypatch):
-    monkeypatch.setattr(signals, "_TARGET_S", 1e6)  # however slow the machine is
+    monkeypatch.setattr(preemption, "_TARGET_S", 1e6)  # however slow the machine is
     trainer = build_trainer(SHARD)
     calls = []
     real = dist.all_reduce
@@ -83,7 +84,7 @@ def test_training_without_a_signal_exchanges_seldom(monkeypatch):
 
 @pytest.mark.world_size(2)
 def test_slow_batches_are_looked_at_each_time(monkeypatch):
-    monkeypatch.setattr(signals, "_TARGET_S", 1e-4)  # no batch is faster
+    monkeypatch.setattr(preemption, "_TARGET_S", 1e-4)  # no batch is faster
     module = seeded(Regression)
     with pytest.raises(SIGTERMException):
         build_trainer(SHARD, callbacks=[Signal(1, 4, set_flag)]).fit(module, loader())
@@ -92,6 +93,7 @@ def test_slow_batches_are_looked_at_each_time(monkeypatch):
 
 @pytest.mark.world_size(2)
 def test_requeue_state_is_saved_in_the_same_batch(monkeypatch):
+    monkeypatch.setattr(preemption, "_TARGET_S", 1e6)  # however slow the machine is
     saved = []
     module = seeded(Regression)
     monkeypatch.setattr(

@@ -12,7 +12,7 @@ from d9d.core.participants import Participants
 from d9d.loop.component.garbage_collector import ManualGarbageCollector
 from d9d.loop.component.job_schedule import JobSchedule
 from d9d.loop.component.run_checkpoints import STATE_KEY, RunCheckpoints
-from d9d.loop.config import CheckpointingConfig
+from d9d.loop.config import CheckpointingConfig, StepActionSpecial
 
 _LIMIT_AFTER_FAILURE_S = 5.0
 """Time that a checkpoint in the background has left when the job fails for another reason."""
@@ -73,6 +73,8 @@ class StateCheckpointer:
         if config.async_save:
             own = dist_context.separate_host_group("checkpoints in the background", config.timeout)
             in_background = Participants([] if own is None else [own])
+        self._last_step = 0
+        """Step of the newest checkpoint that this process has saved or loaded; 0 for none, when there is nothing to save."""
         self._saver = CheckpointSaver(self._checkpoints.folder, self._checkpoints.participants, in_background)
 
     @contextlib.contextmanager
@@ -103,12 +105,28 @@ class StateCheckpointer:
             self._config.period_steps, enable_on_last_step_if_periodic=True, is_post_step_action=True
         ):
             return
+        self._save(state)
+
+    def checkpoint_before_exit(self, state: Stateful) -> None:
+        """Save the steps that no checkpoint has, unless the config disables checkpoints. All ranks must call it.
+
+        Blocks and raises as `checkpoint_if_needed` does.
+        """
+        self._saver.raise_if_failed()
+        step, logger = self._schedule.current_step, self._dist_context.logger
+        if self._config.period_steps == StepActionSpecial.disable:
+            logger.warning("no checkpoint of step %d is saved: checkpointing.period_steps is 'disable'.", step)
+        elif step != self._last_step:
+            self._save(state)
+
+    def _save(self, state: Stateful) -> None:
         self._gc.collect_forced()
         step = self._schedule.current_step
         with self._dist_context.activity.inside("saving the checkpoint", self._config.timeout):
             with self._checkpoints.participants.failing_together():  # state_dict() of a task is code of the user
                 saved = {STATE_KEY: state.state_dict()}
             self._saver.save(saved, step, after_commit=lambda: self._after_commit(step))
+        self._last_step = step
 
     def _after_commit(self, step: int) -> None:
         folder = self._checkpoints.folder
@@ -151,6 +169,7 @@ class StateCheckpointer:
         with participants.failing_together():
             state.load_state_dict(loaded[STATE_KEY])
         told = participants.gather(tuple(state.told) if isinstance(state, PreparesToLoad) else ())
+        self._last_step = found.step
         if self._dist_context.is_main_process:
             self._dist_context.logger.info("resumed from %s", found.path)
             for text in dict.fromkeys(text for of_rank in told for text in of_rank):

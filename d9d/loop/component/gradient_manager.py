@@ -65,6 +65,7 @@ class GradientManager:
         # Loss sum and weight sum of this rank, then of the job, in one tensor for one collective.
         self._totals = torch.zeros(2, dtype=accumulator_dtype(self._device), device=self._device)
         self._loss_sum, self._weight_sum = self._totals.unbind()
+        self._own_loss_sum: torch.Tensor | None = None
         self._work: dist.Work | None = None
         self._stream: torch.Stream | None = None
         self._host_totals: HostCopy | None = None
@@ -178,6 +179,8 @@ class GradientManager:
 
     def _reduce_totals(self) -> None:
         """Start to sum loss and weight over ranks, ahead of the last backward pass and beside it."""
+        if self._config.on_nonfinite != "ignore":
+            self._own_loss_sum = self._loss_sum.clone()
         if self._data_group is not None:
             with side_stream(self._device) as stream:
                 self._work = dist.all_reduce(self._totals, group=self._data_group, async_op=True)
@@ -231,6 +234,11 @@ class GradientManager:
         A new tensor on the device, which the host has not waited for. Valid between `sync_and_scale` and `zero_grad`.
         """
         return self._loss_sum * _safe_inverse(self._weight_sum)
+
+    @property
+    def own_loss_sum(self) -> torch.Tensor | None:
+        """Weighted sum of the losses of this rank, on the device; None where `on_nonfinite` is "ignore"."""
+        return self._own_loss_sum
 
     def local_gradients(self) -> list[LocalGradients]:
         """Return the gradients of this rank for `clip_local_gradients_`."""

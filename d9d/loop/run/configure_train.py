@@ -16,15 +16,18 @@ from d9d.loop.component import (
     JobLogger,
     JobProfiler,
     JobSchedule,
+    LossSpikeDetector,
     ManualGarbageCollector,
     ModelStageExporter,
     ModelStageFactory,
     OptimizerFactory,
     PipelineStateHandler,
+    PreemptionWatch,
     StateCheckpointer,
     TimeoutManager,
     TrackedModules,
     TrainTaskOperator,
+    UpdateGuard,
     build_device_pack_stream,
 )
 from d9d.loop.component.data_position import STREAM_KEY, restore_data_position
@@ -200,9 +203,11 @@ class TrainingConfigurator:
             ),
             gradient_manager=gradient_manager,
             gradient_clipper=GradientClipper(context, gradient_manager, config.gradient_clipping),
+            update_guard=UpdateGuard(context, config.gradient_manager, gradient_manager, schedule, bus),
             optimizer=optimizer,
             lr_scheduler=lr_scheduler,
             logger=logger,
+            loss_spikes=LossSpikeDetector(config.loss_spike, schedule, bus),
             progress=progress,
             profiler=JobProfiler(context, config.profiling, schedule),
             gc=gc,
@@ -222,6 +227,7 @@ class TrainingConfigurator:
                 ),
                 saved_elsewhere=() if pipeline.has_last_stage else ("task",),
             ),
+            preemption=PreemptionWatch(context, config.preemption),
             exporter=ModelStageExporter(self._model_provider, modules, context),
         )
 

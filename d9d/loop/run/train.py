@@ -21,12 +21,15 @@ from d9d.loop.component import (
     JobLogger,
     JobProfiler,
     JobSchedule,
+    LossSpikeDetector,
     ManualGarbageCollector,
     ModelStageExporter,
+    PreemptionWatch,
     StateCheckpointer,
     TimeoutManager,
     TrackedModules,
     TrainTaskOperator,
+    UpdateGuard,
 )
 from d9d.loop.component.progress import TrainingProgress
 from d9d.loop.control import FinalizeContext, TrainTask
@@ -38,9 +41,11 @@ from d9d.loop.event.catalogue.train import (
     EVENT_TRAIN_FORWARD_BACKWARD_PRE,
     EVENT_TRAIN_OPTIMIZER_STEP_POST,
     EVENT_TRAIN_OPTIMIZER_STEP_PRE,
+    EVENT_TRAIN_PREEMPTED,
     EVENT_TRAIN_READY,
     EVENT_TRAIN_STEP_POST,
     EVENT_TRAIN_STEP_PRE,
+    EventPreemptedContext,
     EventTrainReadyContext,
 )
 from d9d.loop.run.job_state import CheckpointedState
@@ -63,9 +68,11 @@ class TrainJobState:
     task_operator: TrainTaskOperator[Any, Any, Any, Any, Any]
     gradient_manager: GradientManager
     gradient_clipper: GradientClipper
+    update_guard: UpdateGuard
     optimizer: OptimizerProtocol
     lr_scheduler: LRSchedulerProtocol
     logger: JobLogger
+    loss_spikes: LossSpikeDetector
     progress: TrainingProgress
     profiler: JobProfiler
     gc: ManualGarbageCollector
@@ -73,6 +80,7 @@ class TrainJobState:
     checkpointer: StateCheckpointer
     checkpointed: CheckpointedState
     exporter: ModelStageExporter
+    preemption: PreemptionWatch
 
 
 class Trainer:
@@ -88,9 +96,10 @@ class Trainer:
         All ranks must call it. A job that is complete already returns at once.
 
         Raises:
-            RuntimeError: If the data ends before the last step.
+            RuntimeError: If the data ends before the last step, or ``gradient_manager`` ends the job by its config.
+            PreemptedExit: After a checkpoint was saved, if a signal has told some rank to end.
         """
-        with watching(self._state.dist_context, "train") as watch:
+        with self._state.preemption.ending_process(), watching(self._state.dist_context, "train") as watch:
             self._train(watch)
 
     def _train(self, watch: JobWatch) -> None:
@@ -113,14 +122,24 @@ class Trainer:
             stack.enter_context(naming_failed_peers(job.dist_context))
             job.event_bus.trigger(EVENT_TRAIN_READY, EventTrainReadyContext(writer=writer))
             step_context = EventStepContext(schedule=job.schedule)
-            while job.schedule.current_step < job.schedule.total_steps:
+            while job.schedule.current_step < job.schedule.total_steps and not job.preemption.stops_job():
                 self._step(packs, step_context)
                 job.checkpointer.checkpoint_if_needed(job.checkpointed)
                 if profiler is not None:
                     profiler.step()
                 job.progress.step()
+            self._finish()
+
+    def _finish(self) -> None:
+        """Come to the end of the job, or of what a signal has left of it."""
+        job = self._state
+        if job.schedule.current_step == job.schedule.total_steps:
             job.task.finalize(FinalizeContext())
             job.event_bus.trigger(EVENT_TRAIN_FINISHED, EventFinishedContext())
+            return
+        context = EventPreemptedContext(schedule=job.schedule, signal_name=job.preemption.signal_name)
+        job.event_bus.trigger(EVENT_TRAIN_PREEMPTED, context)
+        job.checkpointer.checkpoint_before_exit(job.checkpointed)
 
     def _step(self, packs: Iterator[MicrobatchPack[Any]], context: EventStepContext) -> None:
         """Run one update of the parameters."""
@@ -142,12 +161,14 @@ class Trainer:
 
         activity.place = "step of the optimizer"
         with bus.bounded(EVENT_TRAIN_OPTIMIZER_STEP_PRE, EVENT_TRAIN_OPTIMIZER_STEP_POST, context):
-            if job.gradient_manager.should_update():
+            if job.update_guard.allows_update(grad_norm):
                 job.optimizer.step()
 
         activity.place = "logging"
         job.lr_scheduler.step()
-        job.logger.log(loss=job.gradient_manager.compute_global_loss(), grad_norm=grad_norm)
+        loss = job.gradient_manager.compute_global_loss()
+        job.logger.log(loss=loss, grad_norm=grad_norm)
+        job.loss_spikes.note(loss)
         job.gradient_manager.zero_grad()
         activity.place = "end of the step"
         job.gc.collect_periodic()

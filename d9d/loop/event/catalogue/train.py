@@ -15,6 +15,8 @@ from d9d.loop.event.core import Event
 if TYPE_CHECKING:
     from d9d.core.offload import SleepTag
     from d9d.core.protocol import LRSchedulerProtocol, OptimizerProtocol
+    from d9d.internals.nonfinite import NonfiniteStep
+    from d9d.loop.component.job_schedule import JobSchedule
     from d9d.loop.component.tracker_writer import TrackerWriter
 
 
@@ -40,6 +42,40 @@ class EventTrainReadyContext:
 
     writer: "TrackerWriter"
     """Logs values to the run of this job. May be kept and used until the job has finished."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EventNonfiniteContext:
+    """Given when the loss or the gradient norm of a step is not finite, on all ranks."""
+
+    schedule: "JobSchedule"
+    """Position in the job: ``current_step`` is the step that runs, from 0."""
+    found: "NonfiniteStep"
+    """What is not finite, and where."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EventLossSpikeContext:
+    """Given when the loss of a step stands out, two steps later and on all ranks."""
+
+    schedule: "JobSchedule"
+    """Position in the job: ``current_step`` is the step that runs, from 0."""
+    step: int
+    """The step of the loss, from 1."""
+    loss: float
+    """Its loss."""
+    median: float
+    """Median of the losses before; NaN while they are too few."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EventPreemptedContext:
+    """Given when a signal has stopped the job between two steps."""
+
+    schedule: "JobSchedule"
+    """Position in the job: ``current_step`` steps are done."""
+    signal_name: str
+    """Name of the signal, such as ``SIGTERM``, that some rank has got."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,11 +119,22 @@ EVENT_TRAIN_OPTIMIZER_STEP_PRE = Event[EventStepContext]("train.optimizer_step.p
 EVENT_TRAIN_OPTIMIZER_STEP_POST = Event[EventStepContext]("train.optimizer_step.post")
 """Parameters are updated; gradients are still there."""
 
+EVENT_TRAIN_NONFINITE = Event[EventNonfiniteContext]("train.nonfinite")
+"""Between the two events of the optimizer step: it is about to be left out, or to end the job, by
+``gradient_manager.on_nonfinite``. With "ignore" nobody looks, and the event does not come."""
+
+EVENT_TRAIN_LOSS_SPIKE = Event[EventLossSpikeContext]("train.loss_spike")
+"""A loss stands out by ``loss_spike``, two steps after it was computed. A handler that raises, on all ranks, ends the job, whose
+next start goes back to the newest checkpoint."""
+
 EVENT_TRAIN_STEP_POST = Event[EventStepContext]("train.step.post")
 """The step is logged and its gradients are gone; ``current_step`` is still its number."""
 
 EVENT_TRAIN_FINISHED = Event[EventFinishedContext]("train.finished")
 """All steps are done and the task is finalized."""
+
+EVENT_TRAIN_PREEMPTED = Event[EventPreemptedContext]("train.preempted")
+"""A signal ends the job before its last step, on all ranks after the same step; a checkpoint is written next."""
 
 EVENT_TRAIN_SLEEP_PRE = Event[EventSleepContext]("train.sleep.pre")
 """The job is about to give up device memory or communicators."""

@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -221,11 +221,16 @@ def build_model(dtype: torch.dtype) -> Model:
 
 
 def plain_losses(
-    total_steps: int, dtype: torch.dtype, weight: WeightFn = unweighted, model: nn.Module | None = None
+    total_steps: int,
+    dtype: torch.dtype,
+    weight: WeightFn = unweighted,
+    model: nn.Module | None = None,
+    skips: Collection[int] = (),
 ) -> tuple[list[float], nn.Module]:
     """Train the same job in plain PyTorch on one process, each step on its whole global batch at once.
 
-    With weights, the loss of a step is the weighted mean over its microbatches of two samples.
+    With weights, the loss of a step is the weighted mean over its microbatches of two samples. `skips` are steps, counted
+    from 1, that do not update the model.
     """
     model = model or build_model(dtype)
     data = Data(GLOBAL_BATCH_SIZE * 30, dtype)
@@ -243,7 +248,8 @@ def plain_losses(
         optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
+        if step + 1 not in skips:
+            optimizer.step()
         scheduler.step()
         losses.append(loss.item())
     return losses, model

@@ -16,6 +16,7 @@ QUIET = {
     "logging": {"period_steps": "disable", "tracker": {"provider": "null"}},
     "gc": {"period_steps": "disable"},
     "data_prefetch": {"prefetch_factor": 0},
+    "preemption": {"signals": []},
 }
 
 
@@ -34,12 +35,18 @@ class CountOperations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def counts_per_step(mesh: DeviceMeshParameters, folder: Path, microbatch_size: int) -> Counter[str]:
+def counts_per_step(
+    mesh: DeviceMeshParameters, folder: Path, microbatch_size: int, overrides: dict[str, Any] | None = None
+) -> Counter[str]:
     """Return the counts of two further steps, halved: start and end of a job cost something too."""
     counts: list[Counter[str]] = []
     for total_steps in (3, 5):
         job = build_job(
-            mesh, folder / str(total_steps), total_steps=total_steps, microbatch_size=microbatch_size, overrides=QUIET
+            mesh,
+            folder / str(total_steps),
+            total_steps=total_steps,
+            microbatch_size=microbatch_size,
+            overrides=QUIET | (overrides or {}),
         )
         with CountOperations() as mode:
             job.trainer.train()
@@ -67,3 +74,12 @@ def test_collectives_of_a_sharded_step(tmp_path, microbatch_size):
     # Loss and weight together, and the norm.
     assert found["allreduce_"] == 2
     assert sum(found.values()) == gathers + scatters + 2
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("policy", ["skip", "raise"])
+def test_looking_for_bad_steps_costs_one_collective_and_one_read(tmp_path, policy):
+    overrides = {"gradient_manager": {"on_nonfinite": policy}}
+    found = counts_per_step(DeviceMeshParameters(data_parallel_replicate=2), tmp_path, 8, overrides)
+    # Bucket, loss with weight, and the flag. On the CPU nothing waits for a device.
+    assert found == {"allreduce_": 3}
