@@ -12,6 +12,7 @@ except ModuleNotFoundError as error:
 refuse_foreign_d9d()
 
 from d9d.core.dist_context import DeviceMeshParameters  # noqa: E402
+from d9d_lightning.checkpoints.whole import consolidate, read_checkpoint, register_folders  # noqa: E402
 from d9d_lightning.gradients.norms import grad_norm  # noqa: E402
 from d9d_lightning.pipeline.stages import PipelineStages, measure_layer_costs  # noqa: E402
 from d9d_lightning.registry import register  # noqa: E402
@@ -21,7 +22,11 @@ __all__ = [
     "D9DStrategy",
     "DeviceMeshParameters",
     "PipelineStages",
+    "consolidate",
     "grad_norm",
     "measure_layer_costs",
+    "read_checkpoint",
     "register",
 ]
+
+register_folders()

@@ -29,17 +29,12 @@ from d9d.model_state.io.load import LoadMode
 from d9d.model_state.io.save import BackgroundExport
 from d9d.model_state.mapper import ModelStateMapper
 from d9d.module.parallelism.plan import Parallelize, ParallelPlan
-from d9d_lightning.checkpoints.checkpoint import (
-    StageCut,
-    check_optimizers,
-    gather_checkpoint,
-    load_model_state,
-    load_optimizer_states,
-    save_on_first_rank,
-    set_up_together,
-)
+from d9d_lightning.checkpoints.restore import load_model_state, load_optimizer_states
+from d9d_lightning.checkpoints.stage_optimizers import StageCut, check_optimizers, set_up_together
+from d9d_lightning.checkpoints.store import CheckpointStore
+from d9d_lightning.checkpoints.trainer_checks import check_checkpoints, plugin_problems
+from d9d_lightning.checkpoints.whole import collect_model_state
 from d9d_lightning.collectives import all_gather_stacked, decide_together, reduce_over
-from d9d_lightning.data.loader_states import gather_loader_states
 from d9d_lightning.gradients.loss_weights import with_announced_loss
 from d9d_lightning.gradients.precision import MeshClipping, NormScope, agree_on_scale, install_mesh_clipping
 from d9d_lightning.jobs.failures import RunFailure
@@ -152,6 +147,7 @@ class D9DStrategy(ParallelStrategy):
         self._waiting_state: tuple[Mapping[str, Any], bool] | None = None
         self._clipping: MeshClipping | None = None
         self._failure: RunFailure | None = None
+        self._checkpoints = CheckpointStore()
         self.last_grad_norm: torch.Tensor | None = None
         """Norm over all gradients before the last clipping by norm, a scalar on the device; None before the first."""
 
@@ -222,17 +218,15 @@ class D9DStrategy(ParallelStrategy):
         if environment is None or self.parallel_devices is None:
             raise RuntimeError("the Trainer has not told the strategy its devices yet")
         options, num_devices = self._options, len(self.parallel_devices)
-        refuse_problems(options.problems(environment, num_devices, self._num_nodes), options.mesh)
+        problems = options.problems(environment, num_devices, self._num_nodes)
+        refuse_problems(problems + plugin_problems(self._checkpoint_io), options.mesh)
         if self.mesh.is_distributed:
             agree_on_scale(self.precision_plugin)
         hand_back = HandBack(self._collect_model_state, self._model_states.note_fit)
         self._launcher = build_launcher(self, options.launcher, num_devices, self._num_nodes, hand_back)
 
     def _collect_model_state(self) -> dict[str, Any]:
-        state = {"state_dict": self._connected_module.state_dict()}
-        if self._context is None:
-            return state["state_dict"]
-        return gather_checkpoint(state, keep=self.is_global_zero, cut=self._cut)["state_dict"]
+        return collect_model_state(self._connected_module, self._checkpoints, self._cut, self.broadcast)
 
     def __repr__(self) -> str:
         # Shown by Fabric and by a Trainer of the other Lightning, which refuse the strategy. [Note: two Lightnings]
@@ -242,7 +236,7 @@ class D9DStrategy(ParallelStrategy):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what belongs to a run: process groups stay in their process."""
-        return vars(self) | dict.fromkeys(_OF_A_RUN)
+        return vars(self) | dict.fromkeys(_OF_A_RUN) | {"_checkpoints": CheckpointStore()}
 
     def set_world_ranks(self) -> None:
         """Tell the cluster environment and Lightning's logging the rank of this process."""
@@ -256,6 +250,7 @@ class D9DStrategy(ParallelStrategy):
         self.set_world_ranks()
         if self.lightning_module is not None:
             check_callbacks(self.lightning_module.trainer, self.mesh, self.lightning_module)
+        self._checkpoints.begin(self.root_device, self._checkpoint_io)
         if not self.mesh.is_distributed:
             leave_job()
             return
@@ -269,6 +264,7 @@ class D9DStrategy(ParallelStrategy):
             if is_overridden("configure_model", self.lightning_module):
                 # Only there, since a module that holds groups cannot be copied.
                 self.lightning_module._device_mesh = self._context.mesh_for(DENSE_DOMAIN)
+        self._checkpoints.join(self._context, self._failure)
 
     @override
     def connect(self, model: LightningModule) -> None:
@@ -283,6 +279,7 @@ class D9DStrategy(ParallelStrategy):
         if self.accelerator is None:
             raise RuntimeError("the strategy is not connected to a Trainer")
         self.accelerator.setup(trainer)
+        self._checkpoints.check_agreement()
         is_fitting, has_pipeline = trainer.state.fn == TrainerFn.FITTING, self.mesh.has_pipeline_parallel
         check_steps(module, self._options.num_microbatches, has_pipeline=has_pipeline, is_fitting=is_fitting)
         if self._context is not None:
@@ -315,6 +312,7 @@ class D9DStrategy(ParallelStrategy):
             own_backward=D9DStrategy.backward,
         )
         if is_fitting:
+            check_checkpoints(trainer, module, self._context, self._checkpoint_io)
             set_up_together(partial(self.setup_optimizers, trainer), self._cut)
             check_optimizers(module, self.optimizers, self._cut)
         self.setup_precision_plugin()
@@ -340,6 +338,7 @@ class D9DStrategy(ParallelStrategy):
 
     @override
     def teardown(self) -> None:
+        self._checkpoints.wait()
         if self._run is not None:
             self._run.end()
             self._run = None
@@ -432,12 +431,13 @@ class D9DStrategy(ParallelStrategy):
         # `Any`: whatever the loader gives.
         if self._run is not None:
             self._run.check_batch(batch)
+        self._checkpoints.raise_if_failed()
         return super().batch_to_device(batch, device, dataloader_idx)
 
     @override
     def on_train_start(self) -> None:
         if self._run is not None:
-            self._run.begin_training()
+            self._run.begin_training(self._checkpoints.restore_random_state)
 
     @override
     def on_validation_start(self) -> None:
@@ -461,8 +461,10 @@ class D9DStrategy(ParallelStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
+        self._checkpoints.abandon()
         if self._failure is not None:
             self._failure.end(exception)
+        self._checkpoints.close_if_alone()
 
     @override
     def barrier(self, name: str | None = None) -> None:
@@ -518,30 +520,23 @@ class D9DStrategy(ParallelStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: object | None = None
     ) -> None:
-        """Write a checkpoint with full tensors, the same on every mesh. All ranks must call it.
+        """Write a checkpoint that any mesh can load: a folder, complete or not there. All ranks must call it.
 
         Until here, `on_save_checkpoint` hooks see distributed tensors in ``checkpoint["state_dict"]``.
-
-        Raises:
-            RuntimeError: On all ranks, if rank 0 could not write.
         """
-        if self._context is None:
-            super().save_checkpoint(checkpoint, filepath, storage_options)
-            return
-        if self._is_alone:
-            return
-        is_first, module, cut = self.is_global_zero, self._connected_module, self._cut
-        try:
-            gather_loader_states(checkpoint, module, self._context)
-            full = gather_checkpoint(checkpoint, keep=is_first, module=module, optimizers=self.optimizers, cut=cut)
-        except RuntimeError as error:
-            if self._failure is None or not self._failure.is_interrupted:
-                raise
-            # What has interrupted the run must not be hidden by this.
-            self._failure.give_up(error)
-            return
-        save = partial(self.checkpoint_io.save_checkpoint, full, filepath, storage_options=storage_options)
-        save_on_first_rank(save, filepath, is_first=is_first, broadcast=self.broadcast)
+        self._checkpoints.save(
+            checkpoint, filepath, self._connected_module, self.optimizers, self._cut, storage_options
+        )
+
+    @override
+    def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
+        """Read a folder that any mesh has saved, or a file of plain Lightning. All ranks must call it."""
+        return self._checkpoints.load(checkpoint_path, weights_only=weights_only)
+
+    @override
+    def remove_checkpoint(self, filepath: _PATH) -> None:
+        """Remove a checkpoint, behind the one that is being written. Files and other folders are left alone."""
+        self._checkpoints.remove(filepath)
 
     def export_model_state(
         self,

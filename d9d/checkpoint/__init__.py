@@ -2,23 +2,26 @@
 
 from d9d.checkpoint.contents import CheckpointContents
 from d9d.checkpoint.digest import FileDigest
-from d9d.checkpoint.documents import Document
+from d9d.checkpoint.documents import Document, check_document
 from d9d.checkpoint.earlier_layout import in_present_layout
 from d9d.checkpoint.folder import CheckpointFolder, SavedCheckpoint
 from d9d.checkpoint.load import (
     OnChangedParameters,
     OnCorrupt,
     find_checkpoint,
+    load_document,
     load_state,
     read_metadata,
     verify_checkpoint,
 )
 from d9d.checkpoint.record import CommitRecord
 from d9d.checkpoint.save import CheckpointSaver
+from d9d.checkpoint.single import CheckpointPath
 
 __all__ = [
     "CheckpointContents",
     "CheckpointFolder",
+    "CheckpointPath",
     "CheckpointSaver",
     "CommitRecord",
     "Document",
@@ -26,8 +29,10 @@ __all__ = [
     "OnChangedParameters",
     "OnCorrupt",
     "SavedCheckpoint",
+    "check_document",
     "find_checkpoint",
     "in_present_layout",
+    "load_document",
     "load_state",
     "read_metadata",
     "verify_checkpoint",

@@ -15,9 +15,9 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from d9d.checkpoint.json_values import TensorReference
+from d9d.checkpoint.json_values import TensorReference, to_json
 
-__all__ = ["Document", "document_key", "expanded", "filled", "with_room"]
+__all__ = ["Document", "check_document", "document_key", "expanded", "filled", "with_room"]
 
 _VALUE, _TENSORS = "#document", "#tensors"
 """Keys of the parts of a document, which nobody else uses."""
@@ -30,6 +30,19 @@ class Document:
     """Marks a state that is saved as one value. See [Note: documents]."""
 
     value: Any
+
+
+def check_document(value: Any, name: str) -> None:  # noqa: ANN401
+    """Refuse a value that a `Document` cannot hold.
+
+    Args:
+        value: The value.
+        name: Where it is, for the error.
+
+    Raises:
+        TypeError: With the place of what cannot be saved.
+    """
+    to_json(_saved_form(value)[_VALUE][0], name)
 
 
 def expanded(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from typing import final
 from d9d.checkpoint.record import RECORD_NAME, CommitRecord
 from d9d.checkpoint.writer import sync_folder
 
-__all__ = ["CheckpointFolder", "Probe", "SavedCheckpoint", "ignore_points"]
+__all__ = ["CheckpointFolder", "Probe", "SavedCheckpoint", "has_record", "ignore_points", "write_record"]
 
 _NAME = re.compile(r"save-(0|[1-9][0-9]*)")
 _OTHER_NAMES = re.compile(r"save-(0|[1-9][0-9]*)\.(partial|replaced|removed)")
@@ -108,7 +108,7 @@ class CheckpointFolder:
             raise OSError(f"{'; '.join(problems[:3])}. Is {self.path} on a file system that all ranks share?")
         self._probe("before_commit")
         sync_folder(partial)
-        _write_record(partial, record)
+        write_record(partial, record)
         self._probe("after_record")
         self._give_name(partial)
         self._probe("after_commit")
@@ -134,9 +134,9 @@ class CheckpointFolder:
             OSError: If one cannot be renamed.
         """
         for path in self._real_folders(_OTHER_NAMES):
-            if path.suffix == ".partial" and _has_record(path):
+            if path.suffix == ".partial" and has_record(path):
                 self._give_name(path)
-            elif path.suffix == ".replaced" and _has_record(path) and not path.with_suffix("").exists():
+            elif path.suffix == ".replaced" and has_record(path) and not path.with_suffix("").exists():
                 path.rename(path.with_suffix(""))
 
     def complete(self) -> list[SavedCheckpoint]:
@@ -213,7 +213,8 @@ class CheckpointFolder:
         )
 
 
-def _write_record(folder: Path, record: CommitRecord) -> None:
+def write_record(folder: Path, record: CommitRecord) -> None:
+    """Write the record that makes a checkpoint complete, and wait until it is on the disk."""
     temporary = folder / f"{RECORD_NAME}.tmp"
     with temporary.open("wb") as file:
         file.write(record.to_bytes())
@@ -223,7 +224,8 @@ def _write_record(folder: Path, record: CommitRecord) -> None:
     sync_folder(folder)
 
 
-def _has_record(folder: Path) -> bool:
+def has_record(folder: Path) -> bool:
+    """Tell whether a folder holds a complete checkpoint, whatever its name."""
     try:
         CommitRecord.read(folder)
     except (OSError, ValueError):

@@ -1,6 +1,6 @@
 """Python values of states as JSON: what a checkpoint holds beside tensors, read back without running code.
 
-JSON has no tuples, sets, bytes, dtypes, arrays and no keys but strings. Such values are objects of one entry, whose key
+JSON has no tuples, sets, bytes, paths, dtypes, arrays and no keys but strings. Such values are objects of one entry, whose key
 begins with ``!``: ``(1, 2)`` is ``{"!tuple": [1, 2]}``.
 """
 
@@ -8,8 +8,9 @@ import base64
 import dataclasses
 import json
 import math
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable
+from pathlib import Path
 from typing import TypeAlias, cast
 
 import numpy as np
@@ -28,11 +29,13 @@ class TensorReference:
 
 # `object`: a recursive type of all that can be saved would be longer than its checks.
 Value: TypeAlias = object
-"""What `to_json` takes: None, booleans, numbers, strings, bytes, dtypes, sizes, NumPy arrays of numbers, `TensorReference`, and
-lists, tuples, sets, dictionaries and ordered ones of them."""
+"""What `to_json` takes: None, booleans, numbers, strings, bytes, paths, dtypes, sizes, NumPy arrays of numbers, `TensorReference`, and
+lists, tuples, sets, dictionaries, ordered ones and counters of them."""
 _Json: TypeAlias = "bool | int | float | str | list[_Json] | dict[str, _Json] | None"
 
 _MARK = "!"
+_MAPPINGS: dict[type, str] = {OrderedDict: "!ordered", Counter: "!counter"}
+_PATH_TYPE = type(Path())
 _NUMPY_KINDS = "biuf"
 """Booleans, integers and floats."""
 DTYPES = {str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
@@ -78,8 +81,8 @@ def _encoded(value: object, name: str) -> _Json:
         return {"!set": sorted((_encoded(item, name) for item in cast(set[object], value)), key=json.dumps)}
     if kind is dict:
         return _encoded_dict(cast(dict[object, object], value), name)
-    if kind is OrderedDict:
-        return {"!ordered": _encoded_pairs(cast(dict[object, object], value), name)}
+    if kind in _MAPPINGS:
+        return {_MAPPINGS[kind]: _encoded_pairs(cast(dict[object, object], value), name)}
     return _encoded_leaf(value, name)
 
 
@@ -102,6 +105,8 @@ def _encoded_leaf(value: object, name: str) -> _Json:
             return value if math.isfinite(value) else {"!float": repr(value)}
         case bytes() if type(value) is bytes:
             return {"!bytes": base64.b64encode(value).decode()}
+        case Path() if type(value) is _PATH_TYPE:
+            return {"!path": str(value)}
         case torch.dtype():
             return {"!dtype": str(value).removeprefix("torch.")}
         case TensorReference():
@@ -147,13 +152,13 @@ def _decoded_marked(mark: str, content: _Json) -> Value:
             return tuple(_decoded(item) for item in content)
         case "!set", list():
             return {_decoded(item) for item in content}
-        case "!tensor", str():
-            return TensorReference(content)
+        case "!tensor" | "!path", str():
+            return TensorReference(content) if mark == "!tensor" else Path(content)
         case "!numpy", list():
             return _decoded_array(content)
-        case "!dict" | "!ordered", list():
+        case "!dict" | "!ordered" | "!counter", list():
             pairs = [(_decoded(key), _decoded(item)) for key, item in cast(list[tuple[_Json, _Json]], content)]
-            return dict(pairs) if mark == "!dict" else OrderedDict(pairs)
+            return {"!dict": dict, "!ordered": OrderedDict, "!counter": Counter}[mark](dict(pairs))
         case "!bytes" | "!dtype", str():
             return base64.b64decode(content, validate=True) if mark == "!bytes" else DTYPES[content]
         case _:

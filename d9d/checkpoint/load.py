@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from d9d.checkpoint.documents import filled, with_room
+from d9d.checkpoint.documents import Document, filled, with_room
 from d9d.checkpoint.folder import CheckpointFolder, SavedCheckpoint
 from d9d.checkpoint.planners import ValuesAsJsonLoadPlanner
 from d9d.checkpoint.safe_reader import SafeReader
@@ -21,6 +21,7 @@ __all__ = [
     "OnChangedParameters",
     "OnCorrupt",
     "find_checkpoint",
+    "load_document",
     "load_state",
     "read_flat",
     "read_metadata",
@@ -157,6 +158,28 @@ def load_state(
     with participants.failing_together():
         read_flat(path, saved_form, metadata)
         return filled(state, saved_form)
+
+
+def load_document(path: Path, key: str, metadata: Metadata) -> Any:  # noqa: ANN401
+    """Read a document of a checkpoint, with whole tensors. Not collective.
+
+    Args:
+        path: Folder of the checkpoint.
+        key: Name of the document.
+        metadata: What `read_metadata` returned for it.
+
+    Raises:
+        ValueError: If there is no document of that name.
+    """
+    state = {key: Document(None)}
+    saved_form = with_room(state, metadata)
+    flat, _ = flatten_state_dict(saved_form)
+    if problems := _misfits(flat, metadata):
+        raise ValueError(f"{path} holds something else: {problems[0]}")
+    try:
+        return filled(state, read_flat(path, saved_form, metadata))[key]
+    except (TypeError, KeyError) as error:
+        raise ValueError(f"{path} does not hold a document {key}: {error!r}") from error
 
 
 def read_flat(path: Path, state: dict[str, Any], metadata: Metadata) -> dict[str, Any]:

@@ -13,20 +13,44 @@ import threading
 from collections.abc import Callable, Generator, Sequence
 from concurrent import futures
 from concurrent.futures import Future
-from typing import Any, final
+from pathlib import Path
+from typing import Any, Protocol, final
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from d9d.checkpoint.documents import expanded
-from d9d.checkpoint.folder import CheckpointFolder, Probe, ignore_points
+from d9d.checkpoint.folder import Probe, ignore_points
 from d9d.checkpoint.planners import ValuesAsJsonSavePlanner
 from d9d.checkpoint.record import CommitRecord
 from d9d.checkpoint.writer import CheckpointWriter, Written
 from d9d.core.os_errors import reason_of, reworded
 from d9d.core.participants import Participants
 
-__all__ = ["CheckpointSaver"]
+__all__ = ["CheckpointSaver", "Destination"]
+
+
+class Destination(Protocol):
+    """Where checkpoints go: the folder of a run, or one path. The first rank alone calls `begin` and `commit`."""
+
+    logger: logging.Logger
+    """Where to tell what went wrong."""
+
+    def begin(self, step: int) -> Path:
+        """Make an empty folder to write a checkpoint to."""
+        ...
+
+    def partial_path(self, step: int) -> Path:
+        """Return the folder that a checkpoint is written to."""
+        ...
+
+    def final_path(self, step: int) -> Path:
+        """Return the folder of a complete checkpoint."""
+        ...
+
+    def commit(self, record: CommitRecord) -> Path:
+        """Make the checkpoint that was written complete, and return its folder."""
+        ...
 
 
 @final
@@ -34,7 +58,7 @@ class CheckpointSaver:
     """Saves states of a job to a folder. All ranks must make the same calls.
 
     Args:
-        folder: Where to; on a file system that all ranks share.
+        folder: Where to, such as a `CheckpointFolder`; on a file system that all ranks share.
         participants: The ranks, for what is agreed in the foreground.
         in_background: The same ranks over groups that nobody else uses, or None to save in the foreground only. See
             [Note: a save in the background].
@@ -43,7 +67,7 @@ class CheckpointSaver:
 
     def __init__(
         self,
-        folder: CheckpointFolder,
+        folder: Destination,
         participants: Participants,
         in_background: Participants | None = None,
         probe: Probe = ignore_points,

@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from d9d.core.placement import like_parameter, local_tensor
 from d9d.internals.broadcast import broadcast_packed
-from d9d_lightning.checkpoints.checkpoint import shard_model_state
+from d9d_lightning.checkpoints.restore import shard_model_state
 from d9d_lightning.placements.fsdp_steps import show_module_shards
 from d9d_lightning.strategy import D9DStrategy
 
@@ -229,9 +229,10 @@ class EMAWeightAveraging(Callback):
     def _has_averages(self, module: nn.Module) -> bool:
         """Tell whether there has been an update, and cut to shards what a checkpoint has brought."""
         if self._loaded is not None:
-            state, self._loaded = shard_model_state(self._loaded, module), None
             keys = _keys(module)
-            found = {keys[name]: local_tensor(tensor) for name, tensor in state.items() if name in keys}
+            state = shard_model_state(self._loaded, module, elsewhere=set(self._loaded).difference(keys))
+            self._loaded = None
+            found = {keys[name]: local_tensor(tensor) for name, tensor in state.items()}
             self._averages = {
                 name: found.get(name, tensor).to(
                     device=self._device or tensor.device, dtype=_average_dtype(tensor), copy=True

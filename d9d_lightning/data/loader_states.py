@@ -22,7 +22,7 @@ from d9d.core.dist_ops import all_gather_object
 from d9d.dataset.pack_stream import has_rank_invariant_state
 from d9d_lightning.data.batch_counters import num_trained
 
-__all__ = ["RankStateLoader", "StatefulLoader", "gather_loader_states", "load_waiting_states"]
+__all__ = ["RankStateLoader", "StatefulLoader", "draw_order_again", "gather_loader_states", "load_waiting_states"]
 
 _RANKS_KEY = "data_parallel_ranks"
 
@@ -205,4 +205,17 @@ def load_waiting_states(trainer: Trainer) -> None:
     loop = trainer.fit_loop
     if loop.restarting and loop._combined_loader_states_to_load and loop._data_fetcher is not None:
         loop._load_combined_loader_states()
+        iter(loop._data_fetcher)
+
+
+def draw_order_again(trainer: Trainer) -> None:
+    """Let loaders draw the order of an epoch that begins behind a checkpoint, where random numbers have been restored.
+
+    Lightning has started the loaders before, and does not do so again for the first epoch (2.6.6). A loader with a state has
+    its order in that, as has an epoch in the middle.
+    """
+    loop = trainer.fit_loop
+    if loop.restarting or loop._combined_loader is None or loop._data_fetcher is None:
+        return
+    if all(type(loader) is DataLoader for loader in loop._combined_loader.flattened):
         iter(loop._data_fetcher)

@@ -26,7 +26,7 @@ from d9d.pipelining.factory import (
     stages_of_rank,
 )
 from d9d.pipelining.placement import build_stage_to_host_rank_topology
-from d9d_lightning.checkpoints.stage_checkpoint import StageCut
+from d9d_lightning.checkpoints.stage_optimizers import StageCut
 from d9d_lightning.gradients.precision import NormScope
 from d9d_lightning.metrics.domains import MetricDomains
 from d9d_lightning.pipeline.call import PipelineCall

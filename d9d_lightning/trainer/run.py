@@ -18,7 +18,7 @@ from d9d.core.dist_ops import all_gather_object
 from d9d.core.fsdp_internals import fsdp_units, keep_gathered
 from d9d.core.placement import local_tensor
 from d9d.optim.local_shards import localize_optimizer
-from d9d_lightning.data.loader_states import load_waiting_states
+from d9d_lightning.data.loader_states import draw_order_again, load_waiting_states
 from d9d_lightning.data.loaders import prepare_loader
 from d9d_lightning.gradients.data_parallel import DataParallelGradients
 from d9d_lightning.gradients.loss_weights import LossWeights
@@ -172,10 +172,16 @@ class TrainerRun:
         """Return the loader that Lightning shall read in place of another one. All ranks must call it."""
         return prepare_loader(loader, self._trainer, self._context, num_ranks=self._num_replicas, rank=self._replica)
 
-    def begin_training(self) -> None:
-        """Prepare for the first batch of a fit: Lightning has read a checkpoint, and hooks have run."""
+    def begin_training(self, restore_random_state: Callable[[], bool]) -> None:
+        """Prepare for the first batch of a fit: Lightning has read a checkpoint, and hooks have run.
+
+        Args:
+            restore_random_state: Lets random numbers go on as they would have behind the checkpoint, if it can.
+        """
         self.sync_new_metrics()
         load_waiting_states(self._trainer)
+        if restore_random_state():
+            draw_order_again(self._trainer)
 
     def end(self) -> None:
         """Free gradients and hooks, and give the Trainer back what was exchanged."""

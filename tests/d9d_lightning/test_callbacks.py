@@ -25,7 +25,7 @@ from torch import nn
 from torch.distributed.tensor.debug import CommDebugMode
 
 from d9d.core.dist_context import DeviceMeshParameters
-from d9d_lightning import D9DStrategy, grad_norm
+from d9d_lightning import D9DStrategy, grad_norm, read_checkpoint
 from d9d_lightning.callbacks import EMAWeightAveraging, GradientNormLogger
 from d9d_lightning.trainer.refusals import check_callbacks
 from tests.d9d_lightning.support import (
@@ -94,7 +94,7 @@ def test_ema_follows_the_formula(mesh, tmp_path):
     average = ema_of(module.after_step)
     torch.testing.assert_close(full_state(module), average, **TOLERANCE)
     trainer.save_checkpoint(tmp_path / "end.ckpt")
-    checkpoint = torch.load(tmp_path / "end.ckpt", weights_only=True)
+    checkpoint = read_checkpoint(tmp_path / "end.ckpt")
     torch.testing.assert_close(checkpoint["state_dict"], average, **TOLERANCE)
     torch.testing.assert_close(checkpoint["current_model_state"], module.after_step[-1], rtol=0, atol=0)
     assert checkpoint["averaging_state"]["n_averaged"] == 8
@@ -208,7 +208,7 @@ def test_weights_are_back_after_a_failure_in_validation(tmp_path):
     with pytest.raises(ValueError, match="in validation"):
         build_trainer(SHARD, callbacks=callbacks, enable_checkpointing=True).fit(module, **loaders())
     torch.testing.assert_close(full_state(module), module.after_step[-1], rtol=0, atol=0)
-    checkpoint = torch.load(tmp_path / "on_exception.ckpt", weights_only=True)
+    checkpoint = read_checkpoint(tmp_path / "on_exception.ckpt")
     torch.testing.assert_close(checkpoint["state_dict"], ema_of(module.after_step), **TOLERANCE)
     torch.testing.assert_close(checkpoint["current_model_state"], module.after_step[-1], rtol=0, atol=0)
 

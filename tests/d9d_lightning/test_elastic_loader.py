@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from d9d.dataset.lanes import LoaderOptions, StepRange
-from d9d_lightning import D9DStrategy
+from d9d_lightning import D9DStrategy, read_checkpoint
 from d9d_lightning.data import D9DDataModule, elastic_dataloader
 from tests.d9d_lightning.support import (
     NUM_FEATURES,
@@ -305,7 +305,7 @@ def test_an_exception_loses_no_batch(tmp_path):
     loader = elastic_dataloader(Numbered(), global_batch_size=G, batch_size=B)
     trainer.fit(seeded(Model), loader, ckpt_path=tmp_path / "stopped.ckpt")
     assert reads.batches == [(1, reference()[0][1][start : start + B]) for start in (4, 6)]
-    four_per_step = torch.load(tmp_path / "stopped.ckpt", weights_only=True)
+    four_per_step = read_checkpoint(tmp_path / "stopped.ckpt")
     state = four_per_step["loops"]["fit_loop"]["state_dict"]["combined_loader"][0]
     other = elastic_dataloader(Numbered(), global_batch_size=G, batch_size=4)
     with pytest.raises(ValueError, match=r"middle of an optimizer step, behind 2 of 4 batches .* a step has 2 now"):

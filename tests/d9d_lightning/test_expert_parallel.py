@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from d9d.core.side_loss import announce_loss
 from d9d.core.types import TensorSpec
 from d9d.module.block.moe import MoELayer, RouterLossParameters
-from d9d_lightning import D9DStrategy, PipelineStages
+from d9d_lightning import D9DStrategy, PipelineStages, read_checkpoint
 from tests.d9d_lightning.support import build_trainer, seeded
 from tests.harness.parity import FP64_EXACT, assert_close_tree, named_full_parameters
 
@@ -69,7 +69,7 @@ def test_checkpoints_have_all_experts(tmp_path):
     rank = torch.distributed.get_rank()
     trainers[0].fit(modules[0], loader(4, rank, 2))
     trainers[0].save_checkpoint(tmp_path / "all.ckpt")
-    states = torch.load(tmp_path / "all.ckpt", weights_only=True)["state_dict"]
+    states = read_checkpoint(tmp_path / "all.ckpt")["state_dict"]
     trained = named_full_parameters(modules[0])
     assert_close_tree({name: states[name] for name in trained}, trained, rtol=0, atol=0)
     trainers[1].fit(modules[1], loader(4, rank, 2), ckpt_path=tmp_path / "all.ckpt", weights_only=True)

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 
+from d9d_lightning import read_checkpoint
 from d9d_lightning.jobs import failures
 from tests.d9d_lightning.support import Regression, build_trainer, full_state, make_samples, rank_loader, seeded
 
@@ -55,7 +56,7 @@ def test_what_all_ranks_run_into_is_saved(mesh, tmp_path, monkeypatch):
         fit(module, mesh, tmp_path, monkeypatch)
     state = full_state(module)
     for path in ("a/on_exception.ckpt", "b/at.ckpt"):
-        torch.testing.assert_close(torch.load(tmp_path / path, weights_only=True)["state_dict"], state)
+        torch.testing.assert_close(read_checkpoint(tmp_path / path)["state_dict"], state)
     # The job goes on.
     build_trainer(mesh).fit(seeded(Regression), rank_loader(make_samples(8), 4, dist.get_rank(), 2))
 

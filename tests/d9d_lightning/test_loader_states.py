@@ -9,6 +9,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from d9d_lightning import read_checkpoint
 from tests.d9d_lightning.support import NUM_FEATURES, Regression, build_trainer, seeded
 
 NUM_BATCHES = 5
@@ -132,7 +133,7 @@ def folder(tmp_path_factory):
 @pytest.mark.world_size(2)
 def test_two_ranks_save(folder):
     fit(NumbersLoader, {"data_parallel_shard": 2}, folder, resumes=False)
-    states = torch.load(folder / "saved.ckpt", weights_only=True)["loops"]["fit_loop"]["state_dict"]["combined_loader"]
+    states = read_checkpoint(folder / "saved.ckpt")["loops"]["fit_loop"]["state_dict"]["combined_loader"]
     assert states == [{"data_parallel_ranks": [{"position": SAVED_AT}] * 2}]
 
 

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
 
-from d9d_lightning import D9DStrategy
+from d9d_lightning import D9DStrategy, read_checkpoint
 from d9d_lightning.callbacks import EMAWeightAveraging, ModelStateExport
 from tests.d9d_lightning.support import full_state, make_samples, plain_trainer, rank_loader, seeded
 from tests.d9d_lightning.test_model_states import (
@@ -81,7 +81,7 @@ def test_exports_what_a_checkpoint_callback_takes_for_its_best(options, epochs, 
         def export_model_state(self, path, *args, **kwargs):
             super().export_model_state(path, *args, **kwargs)
             exported.append(read_export(path))
-            kept.append(torch.load(checkpoint.best_model_path, weights_only=True)["state_dict"])
+            kept.append(read_checkpoint(checkpoint.best_model_path)["state_dict"])
 
     trainer = plain_trainer(strategy=Watched(), max_epochs=6, callbacks=[export, checkpoint], enable_checkpointing=True)
     trainer.fit(module, loader_of(trainer), loader_of(trainer))
@@ -184,7 +184,7 @@ def test_the_best_export_has_the_averages_of_its_checkpoint(tmp_path):
     callbacks = [EMAWeightAveraging(decay=0.5), *exports, checkpoint]
     trainer = plain_trainer(strategy=D9DStrategy(), max_epochs=3, callbacks=callbacks, enable_checkpointing=True)
     trainer.fit(module, loader_of(trainer), loader_of(trainer))
-    kept = torch.load(checkpoint.best_model_path, weights_only=True)
+    kept = read_checkpoint(checkpoint.best_model_path)
     assert not torch.equal(kept["state_dict"]["head.weight"], kept["current_model_state"]["head.weight"])
     for folder in ("by_checkpoint", "by_metric"):
         equal(read_export(tmp_path / folder / "best"), kept["state_dict"])

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from d9d.core.dist_context import DENSE_DOMAIN
 from d9d.core.placement import is_sharded
 from d9d.module.parallelism.api import parallelize_hsdp
+from d9d_lightning import read_checkpoint
 from tests.d9d_lightning.support import (
     MESHES,
     NUM_FEATURES,
@@ -395,15 +396,18 @@ def test_modules_on_the_meta_device_get_their_values(mesh, tmp_path):
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("mesh", [MESHES[2][0], {"data_parallel_shard": 2}], ids=str)
 def test_lazily_built_modules_restore_what_only_full_loading_reads(mesh, tmp_path):
-    """A path among the hyperparameters, which torch refuses under ``weights_only``."""
+    """A path among the hyperparameters of a file, which torch refuses under ``weights_only``."""
     module = Lazy()
     module.save_hyperparameters({"data": tmp_path})
-    train_on(mesh, module).save_checkpoint(tmp_path / "a.ckpt")
+    trained = train_on(mesh, module)
+    trained.save_checkpoint(tmp_path / "folder")
+    torch.save(read_checkpoint(tmp_path / "folder"), tmp_path / f"{dist.get_rank()}.ckpt")
+    assert read_checkpoint(tmp_path / "folder")["hyper_parameters"] == {"data": tmp_path}
     resumed = Lazy()
     resumed.reset_parameters = lambda: nn.init.zeros_(resumed.layer.weight)
     loader = rank_loader(make_samples(2 * NUM_STEPS * BATCH), BATCH, dist.get_rank(), 2)
     trainer = build_trainer(mesh, max_epochs=2)
-    trainer.fit(resumed, loader, ckpt_path=tmp_path / "a.ckpt", weights_only=False)
+    trainer.fit(resumed, loader, ckpt_path=tmp_path / f"{dist.get_rank()}.ckpt", weights_only=False)
     torch.testing.assert_close(full(resumed.layer.weight), torch.arange(NUM_FEATURES, dtype=torch.float64))
 
 

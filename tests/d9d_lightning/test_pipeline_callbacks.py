@@ -8,7 +8,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelSummary, OnExceptionCheckpoint
 from lightning.pytorch.utilities import grad_norm as lightning_grad_norm
 
-from d9d_lightning import grad_norm
+from d9d_lightning import grad_norm, read_checkpoint
 from d9d_lightning.callbacks import EMAWeightAveraging, GradientNormLogger
 from d9d_lightning.jobs import failures
 from tests.d9d_lightning.support import build_trainer, make_samples, plain_trainer, rank_loader, seeded
@@ -63,7 +63,7 @@ def check_averages(mesh, directory):
     trainer = fit(mesh, module, callbacks=[EMAWeightAveraging(DECAY)], max_epochs=2)
     fit_one(one, callbacks=[EMAWeightAveraging(DECAY)], max_epochs=2)
     trainer.save_checkpoint(directory / "end.ckpt")
-    checkpoint = torch.load(directory / "end.ckpt", weights_only=True)
+    checkpoint = read_checkpoint(directory / "end.ckpt")
     torch.testing.assert_close(checkpoint["state_dict"], one.state_dict(), **TOLERANCE)
     assert list(checkpoint["current_model_state"]) == list(checkpoint["state_dict"])
     # Halfway, and on from there: on the mesh and on one process.
@@ -73,7 +73,7 @@ def check_averages(mesh, directory):
     samples = loaders(resumed.strategy._dp_rank, resumed.strategy.mesh.data_parallel)
     resumed.fit(seeded(Normed, seed=3), **samples, ckpt_path=directory / "half.ckpt", weights_only=True)
     resumed.save_checkpoint(directory / "resumed.ckpt")
-    resumed_state = torch.load(directory / "resumed.ckpt", weights_only=True)
+    resumed_state = read_checkpoint(directory / "resumed.ckpt")
     torch.testing.assert_close(resumed_state["state_dict"], one.state_dict(), **TOLERANCE)
     torch.testing.assert_close(resumed_state["current_model_state"], checkpoint["current_model_state"], **TOLERANCE)
 

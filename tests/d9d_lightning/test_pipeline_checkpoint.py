@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from d9d_lightning import D9DStrategy
+from d9d_lightning import D9DStrategy, read_checkpoint
 from tests.d9d_lightning.support import build_trainer, full_state, make_samples, plain_trainer, rank_loader, seeded
 from tests.d9d_lightning.test_pipeline_parity import BATCH, TOLERANCE, Stack
 
@@ -63,14 +63,14 @@ def check_files(size, directory):
     trainer.save_checkpoint(directory / "stages.ckpt")
     trainer.save_checkpoint(directory / "weights.ckpt", weights_only=True)
     expected = torch.load(directory / "plain.ckpt", weights_only=True)
-    saved = torch.load(directory / "stages.ckpt", weights_only=True)
+    saved = read_checkpoint(directory / "stages.ckpt")
     assert list(saved) == list(expected)
     assert list(saved["state_dict"]) == list(expected["state_dict"])
     for entry in ("state_dict", "optimizer_states"):
         torch.testing.assert_close(saved[entry], expected[entry], **CLOSE)
     for entry in ("epoch", "global_step", "lr_schedulers"):
         assert saved[entry] == expected[entry]
-    weights = torch.load(directory / "weights.ckpt", weights_only=True)
+    weights = read_checkpoint(directory / "weights.ckpt")
     assert "optimizer_states" not in weights
     torch.testing.assert_close(weights["state_dict"], saved["state_dict"], rtol=0, atol=0)
 
@@ -102,7 +102,7 @@ def check_callbacks(size, directory):
     dist.all_gather_object(paths, (checkpoint.best_model_path, checkpoint.best_model_score.item()))
     assert paths == [paths[0]] * size
     assert checkpoint.best_model_path.startswith(str(directory / "0"))
-    last = torch.load(checkpoint.last_model_path, weights_only=True)
+    last = read_checkpoint(checkpoint.last_model_path)
     for tester in (trainer, pipeline_trainer(size)):
         with torch.no_grad():
             for parameter in module.parameters():
@@ -111,8 +111,8 @@ def check_callbacks(size, directory):
         [result] = tester.test(module, loaders(tester)["val_dataloaders"], ckpt_path=path, verbose=False)
         assert result["val_loss"] == pytest.approx(checkpoint.best_model_score.item(), rel=1e-6)
         tester.save_checkpoint(directory / "after.ckpt")
-        after = torch.load(directory / "after.ckpt", weights_only=True)["state_dict"]
-        best = torch.load(checkpoint.best_model_path, weights_only=True)["state_dict"]
+        after = read_checkpoint(directory / "after.ckpt")["state_dict"]
+        best = read_checkpoint(checkpoint.best_model_path)["state_dict"]
         torch.testing.assert_close(after, best, rtol=0, atol=0)
         assert list(after) == list(last["state_dict"])
 

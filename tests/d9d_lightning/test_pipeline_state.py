@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 from torchmetrics import MeanMetric
 
+from d9d_lightning import read_checkpoint
 from tests.d9d_lightning.support import (
     NUM_FEATURES,
     Block,
@@ -90,7 +91,7 @@ def test_what_steps_change_is_saved_as_the_last_stage_has_it(tmp_path):
     assert of_all_ranks(module.num_validated.item()) == [2.0, 2.0]
     path = of_all_ranks(str(tmp_path / "saved.ckpt"))[0]
     trainer.save_checkpoint(path)
-    state = torch.load(path, weights_only=True)["state_dict"]
+    state = read_checkpoint(path)["state_dict"]
     assert state["mean.weight"].item() == 2.0
 
 

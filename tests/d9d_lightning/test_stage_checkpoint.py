@@ -10,16 +10,18 @@ from torch import nn
 
 from d9d.core.dist_context import DENSE_DOMAIN, DeviceMeshParameters
 from d9d.module.parallelism.api import parallelize_hsdp
-from d9d_lightning import D9DStrategy
-from d9d_lightning.checkpoints.checkpoint import (
+from d9d_lightning import D9DStrategy, read_checkpoint
+from d9d_lightning.checkpoints.restore import load_model_state, load_optimizer_states
+from d9d_lightning.checkpoints.stage_optimizers import (
+    GroupPart,
+    OptimizerPart,
     StageCut,
     check_optimizers,
-    gather_checkpoint,
-    load_model_state,
-    load_optimizer_states,
+    merge_group_names,
+    optimizer_problems,
     set_up_together,
 )
-from d9d_lightning.checkpoints.stage_optimizers import GroupPart, OptimizerPart, merge_group_names, optimizer_problems
+from d9d_lightning.checkpoints.store import CheckpointStore
 from tests.d9d_lightning.support import (
     NUM_FEATURES,
     PoolEnvironment,
@@ -125,6 +127,14 @@ def pipeline_group(context):
     return context.mesh_for(DENSE_DOMAIN).get_group("pp")
 
 
+def save(context, path, checkpoint, module, optimizers, cut):
+    """Save on all ranks, and return what plain Lightning would find."""
+    store = CheckpointStore()
+    store.join(context, None)
+    store.save(checkpoint, path, module, optimizers, cut)
+    return read_checkpoint(path)
+
+
 def assert_same(actual, expected):
     assert list(actual) == list(expected)
     assert list(actual["state_dict"]) == list(expected["state_dict"])
@@ -146,14 +156,13 @@ def test_two_stages_save_what_one_process_saves(tmp_path):
     # As callbacks keep averages.
     own["current_model_state"] = {name: tensor * 2 for name, tensor in module.state_dict().items()}
     own["mine"] = dist.get_rank()
-    gathered = gather_checkpoint(own, keep=context.rank == 0, module=module, optimizers=[part], cut=cut)
-    if context.rank == 0:
-        doubled = gathered.pop("current_model_state")
-        assert_same({"state_dict": doubled}, {"state_dict": {n: t * 2 for n, t in expected["state_dict"].items()}})
-        assert gathered.pop("mine") == 0
-        assert_same(gathered, expected)
-        versions = [dict(vars(state["state_dict"])["_metadata"]) for state in (gathered, expected)]
-        assert versions[0] == versions[1]
+    saved = save(context, tmp_path / "a", own, module, [part], cut)
+    doubled = saved.pop("current_model_state")
+    assert_same({"state_dict": doubled}, {"state_dict": {n: t * 2 for n, t in expected["state_dict"].items()}})
+    assert saved.pop("mine") == 0
+    assert_same(saved, expected)
+    versions = [dict(vars(state["state_dict"])["_metadata"]) for state in (saved, expected)]
+    assert versions[0] == versions[1]
 
 
 @pytest.mark.world_size(2)
@@ -162,12 +171,8 @@ def test_weights_alone(tmp_path):
     context = context_of(pipeline_parallel=2)
     module, part = stage_of(whole, optimizer, context.rank)
     cut = cut_of(whole, pipeline_group(context))
-    gathered = gather_checkpoint(
-        {"state_dict": module.state_dict(), "epoch": 3}, keep=True, module=module, optimizers=[part], cut=cut
-    )
-    assert gathered.get("epoch") == 3
-    if context.rank == 0:
-        assert_same(gathered, {"state_dict": expected["state_dict"], "epoch": 3})
+    saved = save(context, tmp_path / "a", {"state_dict": module.state_dict(), "epoch": 3}, module, [part], cut)
+    assert_same(saved, {"state_dict": expected["state_dict"], "epoch": 3})
 
 
 @pytest.mark.world_size(2)
@@ -189,7 +194,7 @@ def test_stages_load_what_one_process_has_saved():
 
 
 @pytest.mark.world_size(4)
-def test_two_stages_of_two_shards_each():
+def test_two_stages_of_two_shards_each(tmp_path):
     """Saved from shards of stages, and loaded into them."""
     expected, whole, optimizer = whole_checkpoint(0)
     context = context_of(pipeline_parallel=2, data_parallel_shard=2)
@@ -205,9 +210,8 @@ def test_two_stages_of_two_shards_each():
     train_by_hand(module, part, 2)
     train_by_hand(whole, optimizer, 2)
     own = {"state_dict": module.state_dict(), "optimizer_states": [part.state_dict()]}
-    gathered = gather_checkpoint(own, keep=context.rank == 0, module=module, optimizers=[part], cut=cut)
-    if context.rank == 0:
-        assert_same(gathered, {"state_dict": whole.state_dict(), "optimizer_states": [optimizer.state_dict()]})
+    saved = save(context, tmp_path / "a", own, module, [part], cut)
+    assert_same(saved, {"state_dict": whole.state_dict(), "optimizer_states": [optimizer.state_dict()]})
 
 
 @pytest.mark.world_size(2)
@@ -235,6 +239,7 @@ def test_the_strategy_saves_and_loads_stages(tmp_path):
     if dist.get_rank() == 0:
         plain = seeded(Staged, seed=1)
         trainer = plain_trainer(max_epochs=2)
+        # A Trainer without the strategy opens folders too.
         trainer.fit(plain, rank_loader(make_samples(8), 8, 0, 1), ckpt_path=tmp_path / "stages.ckpt")
         assert trainer.global_step == 2
         train_on(whole, optimizer)
@@ -323,7 +328,7 @@ def test_a_stage_without_parameters_fails_on_all_ranks():
 
 
 @pytest.mark.world_size(2)
-def test_values_that_cannot_be_sent_are_an_error_on_all_ranks():
+def test_values_that_cannot_be_saved_are_an_error_on_all_ranks(tmp_path):
     whole = seeded(Staged)
     context = context_of(pipeline_parallel=2)
     cut = cut_of(whole, pipeline_group(context))
@@ -332,8 +337,10 @@ def test_values_that_cannot_be_sent_are_an_error_on_all_ranks():
     if context.rank == 1:
         optimizer.state[module.head.bias] = {"hook": lambda: None}
     checkpoint = {"state_dict": module.state_dict(), "optimizer_states": [optimizer.state_dict()]}
-    with pytest.raises(RuntimeError, match=r"cannot be sent to rank 0.*pipeline rank 1: "):
-        gather_checkpoint(checkpoint, keep=True, module=module, optimizers=[optimizer], cut=cut)
+    with pytest.raises(
+        RuntimeError, match=r"on rank 1 of 2: TypeError: a checkpoint cannot hold optimizer_states.*hook"
+    ):
+        save(context, tmp_path / "a", checkpoint, module, [optimizer], cut)
 
 
 ORDER = ["a", "b", "c", "d", "e"]

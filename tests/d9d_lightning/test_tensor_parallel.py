@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from torchmetrics import SumMetric
 
 from d9d.core.dist_context import DENSE_DOMAIN
+from d9d_lightning import read_checkpoint
 from tests.d9d_lightning.support import build_trainer, full, full_gradients, full_state, plain_trainer, seeded
 
 EXACT = {"rtol": 1e-11, "atol": 1e-11}  # fp64
@@ -213,7 +214,7 @@ def test_many_runs_and_checkpoints_of_any_mesh(mesh, tmp_path):
 
     path = f"{dist_broadcast(str(tmp_path))}/a.ckpt"
     trainer.save_checkpoint(path)
-    content = torch.load(path, weights_only=True)
+    content = read_checkpoint(path)
     torch.testing.assert_close(content["state_dict"], dict(reference.state_dict()), **EXACT)
     # Resumed here and on one process, the next steps are the same.
     resumed, plain_resumed = seeded(Evaluated, seed=1), seeded(Evaluated, seed=2)

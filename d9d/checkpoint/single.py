@@ -1,0 +1,180 @@
+"""One checkpoint at a path of its own, such as those that callbacks name: how it gets there, is replaced, and goes.
+
+[Note: unfinished checkpoints]
+A checkpoint is written below ``.unfinished/`` beside its path, where no pattern of names finds it. Its commit record comes
+last, then it gets its name. What had the name before stands beside it as ``<stem>.replaced<suffix>`` for the moment between
+two renames, so that a job which is killed there still has a complete checkpoint, under a name that those who look for
+``last*.ckpt`` find too. One that goes loses its name first.
+
+One process does all this, rank 0, and tells the others.
+"""
+
+import contextlib
+import logging
+import shutil
+import time
+from pathlib import Path
+from typing import final
+
+from d9d.checkpoint.folder import Probe, SavedCheckpoint, has_record, ignore_points, write_record
+from d9d.checkpoint.record import RECORD_NAME, CommitRecord
+from d9d.checkpoint.writer import sync_folder
+
+__all__ = ["CheckpointPath"]
+
+_STALE_S = 24 * 3600.0
+"""Age of what other saves have left unfinished before it is removed: they may still be running until then."""
+
+
+@final
+class CheckpointPath:
+    """A checkpoint at a path. See [Note: unfinished checkpoints].
+
+    Args:
+        path: Its folder; it need not exist.
+        logger: Where to tell what was left alone or could not be removed.
+        probe: Called at points of a commit, for tests.
+    """
+
+    def __init__(self, path: Path, logger: logging.Logger, probe: Probe = ignore_points) -> None:
+        self._path = path
+        self.logger = logger
+        """Where to tell what was left alone or went wrong."""
+        self._probe = probe
+        self._unfinished = path.parent / ".unfinished"
+        self._partial = self._unfinished / f"{path.name}.partial"
+        self._removed = self._unfinished / f"{path.name}.removed"
+        self._replaced = path.with_name(f"{path.stem}.replaced{path.suffix}")
+
+    def partial_path(self, step: int) -> Path:  # where it is does not depend on the step
+        """Return the folder that the checkpoint is written to."""
+        return self._partial
+
+    def final_path(self, step: int) -> Path:
+        """Return the folder of the complete checkpoint."""
+        return self._path
+
+    def begin(self, step: int) -> Path:
+        """Make an empty folder to write to, and remove what killed saves have left.
+
+        Raises:
+            OSError: If that fails, or something that is no checkpoint has the path.
+        """
+        self.recover()
+        if self._path.is_dir() and not self._path.is_symlink() and not _is_checkpoint(self._path):
+            raise FileExistsError(
+                f"{self._path} is a folder without a commit record, so no checkpoint. Choose another path."
+            )
+        if not self._unfinished.is_dir():
+            self._unfinished.mkdir(parents=True, exist_ok=True)
+            sync_folder(self._path.parent)
+        for leftover in (self._partial, self._removed, *self._stale()):
+            shutil.rmtree(leftover, ignore_errors=True)
+        self._partial.mkdir()
+        return self._partial
+
+    def _stale(self) -> list[Path]:
+        """Return what was left long ago and is no complete checkpoint that waits for its name."""
+        oldest = time.time() - _STALE_S
+        return [
+            path
+            for path in self._unfinished.iterdir()
+            if path.is_dir()
+            and not path.is_symlink()
+            and path.stat().st_mtime < oldest
+            and (path.suffix == ".removed" or not has_record(path))
+        ]
+
+    def commit(self, record: CommitRecord) -> Path:
+        """Make the checkpoint that was written complete, and give it its path, in place of what has it.
+
+        Returns:
+            Its folder.
+
+        Raises:
+            OSError: If that fails, or files are not there.
+        """
+        if problems := record.size_problems(self._partial):
+            raise OSError(f"{'; '.join(problems[:3])}. Is {self._path} on a file system that all ranks share?")
+        self._probe("before_commit")
+        sync_folder(self._partial)
+        write_record(self._partial, record)
+        self._probe("after_record")
+        self._give_name()
+        self._probe("after_commit")
+        return self._path
+
+    def _give_name(self) -> None:
+        """Give a checkpoint with a record its path. Whatever is killed here, `recover` does the rest."""
+        if self._path.is_symlink():
+            self._path.unlink()
+        elif self._path.exists():
+            _remove_real(self._replaced)
+            self._path.rename(self._replaced)
+        self._probe("between_names")
+        self._partial.rename(self._path)
+        sync_folder(self._path.parent)
+        _remove_real(self._replaced)
+        with contextlib.suppress(OSError):
+            self._unfinished.rmdir()  # unless others save beside it
+
+    def recover(self) -> None:
+        """Let the path have a complete checkpoint, where a save was killed before it could give it.
+
+        Call it before the first look at the path, where no save to it is in progress.
+
+        Raises:
+            OSError: If one cannot be renamed.
+        """
+        if has_record(self._partial) and not self._partial.is_symlink():
+            self._give_name()
+        elif not self._path.exists() and not self._path.is_symlink() and has_record(self._replaced):
+            self._replaced.rename(self._path)
+
+    def complete(self) -> SavedCheckpoint:
+        """Return the checkpoint. Its record and files may have been damaged since.
+
+        Raises:
+            FileNotFoundError: If the path has none.
+        """
+        try:
+            record = CommitRecord.read(self._path)
+        except FileNotFoundError as error:
+            raise FileNotFoundError(
+                f"{self._path} is no checkpoint: it has no {RECORD_NAME}, which is written when a checkpoint is complete"
+            ) from error
+        except (OSError, ValueError) as error:
+            return SavedCheckpoint(step=0, path=self._path, record=None, damage=str(error))
+        return SavedCheckpoint(step=record.step, path=self._path, record=record)
+
+    def remove(self) -> None:
+        """Remove the checkpoint. Of a link the link goes; what is no checkpoint stays. What fails is told, not raised."""
+        try:
+            if self._path.is_symlink():
+                self._path.unlink()
+            elif self._path.is_dir() and _is_checkpoint(self._path):
+                self._unfinished.mkdir(exist_ok=True)
+                shutil.rmtree(self._removed, ignore_errors=True)
+                self._path.rename(self._removed)
+                sync_folder(self._path.parent)
+                shutil.rmtree(self._removed)
+                with contextlib.suppress(OSError):
+                    self._unfinished.rmdir()
+            elif self._path.exists():
+                self.logger.warning(
+                    "%s is left alone: it has no commit record, so nothing here has written it", self._path
+                )
+        except OSError as error:
+            self.logger.warning("could not remove the checkpoint %s: %s", self._path, error)
+
+
+def _is_checkpoint(folder: Path) -> bool:
+    return (folder / RECORD_NAME).is_file()
+
+
+def _remove_real(path: Path) -> None:
+    """Remove what was replaced: a checkpoint, or a file that had its path."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)

@@ -1,0 +1,119 @@
+"""What is wrong with the checkpoints that a Trainer is going to save, found before it trains."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
+from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
+
+from d9d.checkpoint import check_document
+from d9d.core.dist_context import DistributedContext
+from d9d.core.participants import Participants
+
+__all__ = ["check_checkpoints", "check_storable", "local_path", "plugin_problems", "saves_in_background"]
+
+
+def saves_in_background(plugin: CheckpointIO | None) -> bool:
+    """Tell whether the user wants training to go on while checkpoints are written, as Lightning lets them ask for it."""
+    return isinstance(plugin, AsyncCheckpointIO)
+
+
+def plugin_problems(plugin: CheckpointIO | None) -> list[str]:
+    """Say what is wrong with a checkpoint plugin."""
+    # An AsyncCheckpointIO gets Lightning's own one to wrap where the user has given it none.
+    inner = plugin.checkpoint_io if isinstance(plugin, AsyncCheckpointIO) else plugin
+    if inner is None or type(inner) is TorchCheckpointIO:
+        return []
+    text = (
+        f"{type(inner).__name__} would not be called: all ranks write a checkpoint together, to a folder. Leave it out, or "
+        f"make files for other tools by `python -m d9d_lightning consolidate`."
+    )
+    return [text]
+
+
+def check_checkpoints(
+    trainer: Trainer, module: LightningModule, context: DistributedContext | None, plugin: CheckpointIO | None
+) -> None:
+    """Refuse to train where checkpoints of callbacks could not be saved. All ranks must call it.
+
+    Args:
+        trainer: Has the callbacks.
+        module: That it trains.
+        context: Ranks of the job; None on one process.
+        plugin: What the user has given the Trainer.
+
+    Raises:
+        OSError, TypeError, ValueError: On all ranks, with how to mend it.
+    """
+    callbacks = trainer.checkpoint_callbacks
+    # Lightning sets it where a type checker does not look.
+    if not callbacks or vars(trainer).get("fast_dev_run"):
+        return
+    participants = Participants([] if context is None else [context.groups[0]])
+    with participants.failing_together():
+        check_storable({module.CHECKPOINT_HYPER_PARAMS_KEY: dict(module.hparams)})
+        for callback in callbacks:
+            _check_callback(callback, is_first=participants.rank == 0, in_background=saves_in_background(plugin))
+
+
+def _check_callback(callback: Checkpoint, *, is_first: bool, in_background: bool) -> None:
+    if in_background and isinstance(callback, ModelCheckpoint) and callback.save_last == "link":
+        raise ValueError(
+            "ModelCheckpoint(save_last='link') with AsyncCheckpointIO: for a while the link would lead to a checkpoint that is "
+            "not written yet. Use save_last=True, or save in the foreground."
+        )
+    folder = vars(callback).get("dirpath")
+    if folder is None:
+        return
+    path = local_path(folder)
+    if is_first:
+        _check_writable(path)
+
+
+def _check_writable(path: Path) -> None:
+    existing = next(parent for parent in (path, *path.parents) if parent.exists())
+    if not existing.is_dir():
+        raise NotADirectoryError(f"checkpoints cannot be saved to {path}: {existing} is no folder.")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise PermissionError(f"checkpoints cannot be saved to {path}: {existing} is not writable.")
+
+
+def local_path(path: str | Path) -> Path:
+    """Return the path of a folder for a checkpoint.
+
+    Raises:
+        ValueError: If it is not on a file system of this machine.
+    """
+    files, local = url_to_fs(str(path))
+    if not isinstance(files, LocalFileSystem):
+        raise ValueError(
+            f"{path} is no path of a file system: checkpoints of D9DStrategy are folders that all ranks write to. Save to a "
+            f"shared folder, and copy from there."
+        )
+    return Path(local)
+
+
+def check_storable(checkpoint: Mapping[str, Any]) -> None:
+    """Refuse what a checkpoint cannot hold without pickling it.
+
+    Raises:
+        TypeError: With its place, and how to mend it.
+    """
+    for entry, content in checkpoint.items():
+        try:
+            check_document(dict(content) if isinstance(content, Mapping) else content, entry)
+        except TypeError as error:
+            raise TypeError(f"{error} {_HINTS.get(entry, _HINT)}") from error
+
+
+_HINT = "If a hook on_save_checkpoint or a callback has put it there, let it put such values there."
+_HINTS = {
+    "hyper_parameters": "Leave out hyper-parameters of other types: self.save_hyperparameters(ignore=[...]).",
+    "datamodule_hyper_parameters": "Leave out hyper-parameters of other types: self.save_hyperparameters(ignore=[...]).",
+}
