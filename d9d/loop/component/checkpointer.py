@@ -105,7 +105,8 @@ class StateCheckpointer:
             return
         self._gc.collect_forced()
         step = self._schedule.current_step
-        with self._checkpoints.participants.failing_together():  # state_dict() of a task is code of the user
+        # state_dict() of a task is code of the user.
+        with self._saver.naming(step), self._checkpoints.participants.failing_together():
             saved = {STATE_KEY: state.state_dict()}
         self._saver.save(saved, step, after_commit=lambda: self._after_commit(step))
 
