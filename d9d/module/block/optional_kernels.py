@@ -1,26 +1,26 @@
 """Kernels of other packages that configs can name."""
 
-import importlib.util
+import importlib
+from types import ModuleType
 
 
-def missing_kernel_error(what: str, module: str, package: str, instead: str) -> ImportError | NotImplementedError:
-    """Return the error that says why a kernel of another package can not be used.
+def import_kernel(what: str, module: str, package: str, instead: str) -> ModuleType:
+    """Import a module of another package that has kernels.
 
     Args:
         what: The choice in words, with its kind.
-        module: What would be imported.
+        module: What is imported.
         package: What would be installed.
         instead: The kind that runs anywhere.
 
-    Returns:
-        An ImportError if the package is not installed, and a NotImplementedError if it is, since we do not call it yet.
+    Raises:
+        ImportError: If it can not be imported, with what to install.
     """
-    root = module.split(".", maxsplit=1)[0]
-    # A missing parent package makes `find_spec` raise.
-    if importlib.util.find_spec(root) is None or importlib.util.find_spec(module) is None:
-        return ImportError(
-            f"{what} needs the package {package}, which is not installed. "
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ImportError(
+            f"{what} needs the package {package}, of which {module} can not be imported ({error}). "
             f'Run "pip install {package}", or use the kind {instead}.',
             name=module,
-        )
-    return NotImplementedError(f"{what} is declared, but not called yet. Use the kind {instead}.")
+        ) from error

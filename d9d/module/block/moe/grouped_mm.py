@@ -4,6 +4,7 @@ Axes: S slots (pairs of a token and one of its experts, sorted by expert), E exp
 """
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, Literal, Protocol, TypeAlias, assert_never, cast
 
@@ -11,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from d9d.module.block.optional_kernels import missing_kernel_error
+from d9d.core.autograd import GLOBAL_GRAD_CONTEXT, GradDirection
+from d9d.module.block.optional_kernels import import_kernel
 
 AUTO_GROUPED_MM_VARIABLE: Final = "D9D_BACKEND_AUTO_GROUPED_MM"
 """Environment variable with the kind of implementation for layers that name none, e.g. ``eager``."""
@@ -37,7 +39,7 @@ class TorchGroupedMmBackendConfig(BaseModel):
 
 
 class QuackGroupedMmBackendConfig(BaseModel):
-    """The kernels of the package quack-kernels."""
+    """The kernels of the package quack-kernels: 16 bits."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -45,7 +47,7 @@ class QuackGroupedMmBackendConfig(BaseModel):
 
 
 class GroupedGemmBackendConfig(BaseModel):
-    """The kernels of the package nv-grouped-gemm."""
+    """The kernels of the package nv-grouped-gemm: bfloat16; the host waits for the sizes of the groups."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -191,6 +193,75 @@ def _with_plain_strides(rows: torch.Tensor) -> torch.Tensor:
     return rows.clone(memory_format=torch.contiguous_format)
 
 
+class NvGroupedMm:
+    """`grouped_gemm.ops.gmm` of the package nv-grouped-gemm; bfloat16 only.
+
+    Raises:
+        ImportError: If the package is not installed.
+    """
+
+    def __init__(self) -> None:
+        kernels = import_kernel("the grouped product kind grouped_gemm", "grouped_gemm", "nv-grouped-gemm", "torch")
+        self._kernel: Callable[..., torch.Tensor] = kernels.ops.gmm
+        self._eager = EagerGroupedMm()
+
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, groups: ExpertTokenGroups) -> torch.Tensor:
+        """Multiply; see `GroupedMmBackend`. Blocks the host until the counts are known."""
+        if x.shape[0] == 0:
+            return self._eager(x, weight, groups)
+        return self._kernel(x, weight, groups.host_counts().to(torch.int64))
+
+
+class QuackGroupedMm:
+    """`quack.gemm_interface.gemm` of the package quack-kernels; 16-bit dtypes only.
+
+    Raises:
+        ImportError: If the package is not installed.
+    """
+
+    def __init__(self) -> None:
+        kernels = import_kernel("the grouped product kind quack", "quack.gemm_interface", "quack-kernels", "torch")
+        self._kernel: Callable[..., torch.Tensor] = kernels.gemm
+        self._eager = EagerGroupedMm()
+
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, groups: ExpertTokenGroups) -> torch.Tensor:
+        """Multiply; see `GroupedMmBackend`."""
+        if x.shape[0] == 0:
+            return self._eager(x, weight, groups)
+        bounds = F.pad(groups.offsets, (1, 0))  # (E + 1,), int32
+        # Autograd functions are untyped.
+        return cast(torch.Tensor, _QuackProduct.apply(_with_plain_strides(x), weight, bounds, self._kernel))
+
+
+class _QuackProduct(torch.autograd.Function):
+    """The package's own gradients are those of whole layers."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,  # noqa: ANN401  # takes what is put on it
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bounds: torch.Tensor,
+        kernel: Callable[..., torch.Tensor],
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x, weight, bounds)
+        ctx.kernel = kernel
+        return kernel(x, weight, cu_seqlens_m=bounds)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, weight, bounds = ctx.saved_tensors
+        grad = _with_plain_strides(grad)
+        wants_x = ctx.needs_input_grad[0] and GLOBAL_GRAD_CONTEXT.check_direction(GradDirection.inputs)
+        wants_weight = ctx.needs_input_grad[1] and GLOBAL_GRAD_CONTEXT.check_direction(GradDirection.weight)
+        return (
+            ctx.kernel(grad, weight.mT, cu_seqlens_m=bounds) if wants_x else None,
+            ctx.kernel(x.T, grad, cu_seqlens_k=bounds) if wants_weight else None,
+            None,
+            None,
+        )
+
+
 class AutoGroupedMm:
     """Torch's kernel on an accelerator, for the 16-bit dtypes and sizes that it takes; else a product per expert.
 
@@ -221,7 +292,6 @@ def build_grouped_mm_backend(
 
     Raises:
         ImportError: If it needs a package that is not installed.
-        NotImplementedError: If the package is installed, but we do not call it yet.
         ValueError: If the environment variable names no kind.
     """
     config = _config_of_environment() if backend_config is None else backend_config
@@ -233,11 +303,9 @@ def build_grouped_mm_backend(
         case TorchGroupedMmBackendConfig():
             return TorchGroupedMm(params)
         case QuackGroupedMmBackendConfig():
-            raise missing_kernel_error(f"the grouped product kind {config.kind}", "quack", "quack-kernels", "torch")
+            return QuackGroupedMm()
         case GroupedGemmBackendConfig():
-            raise missing_kernel_error(
-                f"the grouped product kind {config.kind}", "grouped_gemm", "nv-grouped-gemm", "torch"
-            )
+            return NvGroupedMm()
         case _:
             assert_never(config)
 

@@ -20,15 +20,102 @@ Source: "Gated Delta Networks", https://arxiv.org/abs/2412.06464, section 3.3.
 Axes: B batch, H heads, T tokens, N chunks, C tokens of a chunk, K dimensions of keys, V of values.
 """
 
-from typing import Final
+from collections.abc import Callable
+from typing import Annotated, Any, Final, Literal, Protocol, TypeAlias, assert_never
 
 import torch
 import torch.nn.functional as F
+from pydantic import BaseModel, ConfigDict, Field
 
+from d9d.module.block.optional_kernels import import_kernel
 from d9d.module.block.precision import at_least_fp32
 
 CHUNK_SIZE: Final = 64
 """Tokens that are solved for together: more means larger matrix products, but also more of them."""
+
+
+class ChunkedDeltaRuleConfig(BaseModel):
+    """Plain tensor operations in chunks: runs anywhere, in any dtype."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    kind: Literal["chunked"] = "chunked"
+
+
+class FlaDeltaRuleConfig(BaseModel):
+    """The kernels of the package flash-linear-attention."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    kind: Literal["fla"] = "fla"
+
+
+AnyDeltaRuleConfig: TypeAlias = Annotated[ChunkedDeltaRuleConfig | FlaDeltaRuleConfig, Field(discriminator="kind")]
+"""One implementation of the gated delta rule."""
+
+
+class GatedDeltaRule(Protocol):
+    """The gated delta rule."""
+
+    def __call__(
+        self,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        log_decays: torch.Tensor,
+        strengths: torch.Tensor,
+    ) -> torch.Tensor:
+        """Return what queries read from the state; arguments and shapes as of `chunked_gated_delta_rule`."""
+        ...
+
+
+def build_delta_rule(config: AnyDeltaRuleConfig | None) -> GatedDeltaRule:
+    """Build an implementation of the gated delta rule.
+
+    Args:
+        config: Which one; None for that which runs anywhere.
+
+    Raises:
+        ImportError: If it needs a package that is not installed.
+    """
+    match config:
+        case None | ChunkedDeltaRuleConfig():
+            return chunked_gated_delta_rule
+        case FlaDeltaRuleConfig():
+            return FlaDeltaRule()
+        case _:
+            assert_never(config)
+
+
+class FlaDeltaRule:
+    """Calls `fla.ops.gated_delta_rule.chunk_gated_delta_rule`.
+
+    Raises:
+        ImportError: If the package is not installed.
+    """
+
+    def __init__(self) -> None:
+        kernels = import_kernel(
+            "the delta rule kind fla", "fla.ops.gated_delta_rule", "flash-linear-attention", "chunked"
+        )
+        # Any: the package has no types.
+        self._kernel: Callable[..., Any] = kernels.chunk_gated_delta_rule
+
+    def __call__(
+        self,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        log_decays: torch.Tensor,
+        strengths: torch.Tensor,
+    ) -> torch.Tensor:
+        """Return what queries read from the state; arguments and shapes as of `chunked_gated_delta_rule`."""
+        # The kernel wants all three in one dtype, and logs of decays, which it sums, in fp32.
+        q, k, v = (states.transpose(1, 2).to(values.dtype) for states in (queries, keys, values))  # (B, T, H, K or V)
+        outputs, _ = self._kernel(
+            q, k, v, log_decays.transpose(1, 2), strengths.transpose(1, 2).to(values.dtype), scale=1.0
+        )
+        return outputs.transpose(1, 2)
 
 
 def chunked_gated_delta_rule(

@@ -14,7 +14,7 @@ from d9d.module.block.normalization import RMSNorm
 from d9d.module.block.precision import at_least_fp32
 
 from .decay_gate import AnyDecayGateParameters, build_decay_gate
-from .delta_rule import chunked_gated_delta_rule
+from .delta_rule import AnyDeltaRuleConfig, build_delta_rule
 
 _L2_NORM_EPS: Final = 1e-6
 
@@ -54,6 +54,7 @@ class GatedDeltaNet(nn.Module, ModuleLateInit):
         conv_size: Tokens that the convolutions before queries, keys and values see.
         decay_gate: How the state forgets.
         use_qk_l2norm: Whether queries and keys are scaled to length one.
+        delta_rule: Implementation of the rule; by default plain operations in chunks.
 
     Raises:
         ValueError: If heads can not be shared evenly.
@@ -73,6 +74,8 @@ class GatedDeltaNet(nn.Module, ModuleLateInit):
         conv_size: int,
         decay_gate: AnyDecayGateParameters,
         use_qk_l2norm: bool = True,
+        *,
+        delta_rule: AnyDeltaRuleConfig | None = None,
     ) -> None:
         super().__init__()
         if num_query_key_heads <= 0 or num_value_heads <= 0 or num_value_heads % num_query_key_heads:
@@ -83,6 +86,7 @@ class GatedDeltaNet(nn.Module, ModuleLateInit):
         self._groups = num_value_heads // num_query_key_heads
         self._key_dim, self._value_dim = head_qk_dim, head_v_dim
         self._has_l2_norm = use_qk_l2norm
+        self._delta_rule = build_delta_rule(delta_rule)
         keys_size, values_size = num_query_key_heads * head_qk_dim, num_value_heads * head_v_dim
         self.q_proj = nn.Linear(hidden_size, keys_size, bias=False)
         self.k_proj = nn.Linear(hidden_size, keys_size, bias=False)
@@ -120,7 +124,7 @@ class GatedDeltaNet(nn.Module, ModuleLateInit):
         q = self._unit_length(_heads(self.q_conv(self.q_proj(hidden_states)), self._key_dim))  # (B, Hk, T, K)
         k = self._unit_length(_heads(self.k_conv(self.k_proj(hidden_states)), self._key_dim))
         v = _heads(self.v_conv(self.v_proj(hidden_states)), self._value_dim)  # (B, Hv, T, V)
-        outputs = chunked_gated_delta_rule(
+        outputs = self._delta_rule(
             q.repeat_interleave(self._groups, dim=1) * self._key_dim**-0.5,
             k.repeat_interleave(self._groups, dim=1),
             v,

@@ -39,7 +39,7 @@ class TorchSdpaBackendConfig(BaseModel):
 
 
 class FlashAttention2SdpaBackendConfig(BaseModel):
-    """The kernels of the package flash-attn."""
+    """The kernels of the package flash-attn: 16 bits, no masks but the causal one and windows, no sinks."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -47,7 +47,7 @@ class FlashAttention2SdpaBackendConfig(BaseModel):
 
 
 class FlashAttention4SdpaBackendConfig(BaseModel):
-    """The kernels of the package flash-attn-4."""
+    """The kernels of the package flash-attn-4: 16 bits, no masks but the causal one and windows."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

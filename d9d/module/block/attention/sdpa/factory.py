@@ -6,8 +6,6 @@ from typing import Final, Protocol, assert_never
 import torch
 from pydantic import TypeAdapter, ValidationError
 
-from d9d.module.block.optional_kernels import missing_kernel_error
-
 from .config import (
     AnySdpaBackendConfig,
     EagerSdpaBackendConfig,
@@ -16,6 +14,7 @@ from .config import (
     TorchSdpaBackendConfig,
 )
 from .eager import EagerSdpaBackend
+from .flash import FlashAttention2SdpaBackend, FlashAttention4SdpaBackend
 from .parameters import SdpaParameters
 from .torch_kernels import TorchSdpaBackend
 
@@ -72,7 +71,7 @@ def build_sdpa_backend(params: SdpaParameters, backend_config: AnySdpaBackendCon
 
     Raises:
         ImportError: If it needs a package that is not installed.
-        NotImplementedError: If the package is installed, but we do not call it yet.
+        NotImplementedError: If it can not do what the layer asks for.
         ValueError: If the environment variable names no kind.
     """
     config = _automatic_config() if backend_config is None else backend_config
@@ -82,9 +81,9 @@ def build_sdpa_backend(params: SdpaParameters, backend_config: AnySdpaBackendCon
         case TorchSdpaBackendConfig():
             return TorchSdpaBackend(params, config.backends)
         case FlashAttention2SdpaBackendConfig():
-            raise missing_kernel_error(f"the attention kind {config.kind}", "flash_attn", "flash-attn", "torch")
+            return FlashAttention2SdpaBackend(params)
         case FlashAttention4SdpaBackendConfig():
-            raise missing_kernel_error(f"the attention kind {config.kind}", "flash_attn.cute", "flash-attn-4", "torch")
+            return FlashAttention4SdpaBackend(params)
         case _:
             assert_never(config)
 
