@@ -486,14 +486,15 @@ class D9DStrategy(ParallelStrategy):
         group: dist.ProcessGroup | None = None,
         reduce_op: dist.ReduceOp.RedOpType | str | None = "mean",
     ) -> Any:
-        """Reduce a tensor over the data-parallel ranks, into a new one; integers have a floating point mean.
+        """Reduce a tensor over the data-parallel ranks, all of which must call it; in evaluations, those that have the batch.
 
-        All ranks of the group must call it. All else, and everything on one process, is returned as it is.
+        Integers have a floating point mean. All else, and everything on one process, is returned as it is.
         """
         group = group or (None if self._context is None else self._context.replica_group)
         if self._context is None or group is None or not isinstance(tensor, torch.Tensor) or self._is_alone:
             return tensor
-        return reduce_over(tensor, group, "mean" if reduce_op is None else reduce_op)
+        reduce = reduce_over if self._run is None else self._run.reduce
+        return reduce(tensor, group, "mean" if reduce_op is None else reduce_op)
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # Lightning's name
@@ -507,7 +508,8 @@ class D9DStrategy(ParallelStrategy):
         group = group or dist.group.WORLD
         if self._context is None or group is None:
             return tensor
-        return all_gather_stacked(tensor, group, has_gradient=sync_grads)
+        gather = all_gather_stacked if self._run is None else self._run.all_gather
+        return gather(tensor, group, has_gradient=sync_grads)
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:

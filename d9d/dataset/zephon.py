@@ -9,6 +9,7 @@ import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from types import FunctionType
 from typing import Any, Protocol, cast
 
 import torch
@@ -138,9 +139,10 @@ class ZephonPackStream(MicrobatchPackStream):
 def pipeline_identity(pipeline: object) -> dict[str, str | int]:
     """Return what the position of a pipeline depends on, apart from where its files are.
 
-    Zephon resumes over another seed, and over shards that were added or edited (0.2.0). Files of up to 1 MiB count by all
-    of their bytes, larger ones by their size and 64 blocks of 4 KiB. Of data that are not in local files, and of other
-    work sources than ``StaticMixtureWorkSource``, counts of samples are known, or nothing.
+    Zephon resumes over another seed, other operations, and shards that were added or edited (0.2.0). Files of up to 1 MiB
+    count by all of their bytes, larger ones by their size and 64 blocks of 4 KiB. Of data that are not in local files, and
+    of other work sources than ``StaticMixtureWorkSource``, counts of samples are known, or nothing. Operations count by
+    their plain settings and the names of their functions.
 
     Reads files; call it on one rank.
 
@@ -152,13 +154,41 @@ def pipeline_identity(pipeline: object) -> dict[str, str | int]:
     datasets = cast("Iterable[Any]", details.get("_datasets", ()))
     weights = cast("Mapping[str, float]", details.get("_weights", {}))
     knobs = cast("Mapping[str, object]", details.get("_knobs_by_name", {}))
+    allocation = details.get("_alloc_config")
+    chunk_size = -1 if allocation is None else int(allocation.chunk_size)
     return {
         "work_source": type(source).__qualname__,
         "seed": int(cast("int", details.get("_seed", -1))),
         "weights": json.dumps(dict(weights), sort_keys=True),
         "order": " ".join(f"{name}={knobs[name]!r}" for name in sorted(knobs)),
+        "chunk_size": chunk_size,
+        "operations": " | ".join(_describe_operations(vars(pipeline).get("_tail"))),  # introspection: as above
         "shards": " ".join(f"{dataset.name}={_digest_of(dataset)}" for dataset in datasets),
     }
+
+
+def _describe_operations(node: Any) -> list[str]:  # noqa: ANN401  # a node of Zephon's graph
+    """Return name and settings of each operation up to a node, the first one first."""
+    described: list[str] = []
+    while node is not None:
+        settings = vars(node.op)  # introspection: operations of Zephon have no common way to tell their settings
+        texts = ((name, _setting(value)) for name, value in sorted(settings.items()) if not name.startswith("_"))
+        described.insert(0, " ".join([str(node.name), *(f"{name}={text}" for name, text in texts if text)]))
+        node = node.inputs[0] if node.inputs else None
+    return described
+
+
+def _setting(value: object) -> str:
+    """Return a value as text that is the same in every process, or nothing for what has none."""
+    match value:
+        case None | bool() | int() | float() | str():
+            return repr(value)
+        case list() | tuple():
+            return f"({', '.join(map(_setting, cast('Iterable[object]', value)))})"
+        case FunctionType():
+            return f"{value.__module__}.{value.__qualname__}"
+        case _:
+            return ""
 
 
 def _digest_of(dataset: Any) -> str:  # noqa: ANN401  # a ``zephon.Dataset``

@@ -28,7 +28,7 @@ class D9DDataModule(LightningDataModule):
         predict: The same for ``trainer.predict``.
         global_batch_size: Samples of an optimizer step over all ranks.
         batch_size: Samples of a training batch of a rank; see `elastic_dataloader`.
-        evaluation_batch_size: Samples of an evaluation batch of a rank.
+        evaluation_batch_size: Samples of an evaluation batch of a rank. With two or more, all ranks have as many batches.
         collate_fn: Makes a batch from samples. None: PyTorch's default.
         seed: Seed of the shuffle, and of random numbers within training samples.
         tail: What happens to samples that do not fill a last training step; see `elastic_dataloader`.

@@ -6,7 +6,7 @@ sample more than others, and where this one would be a batch of its own, the oth
 through cannot take part in what the others do together in their last batch: gather the shards of FSDP, or reduce a value
 that is logged on each step. So the others cut their last batch in two, and no sample is repeated: with 9 samples, 2 ranks
 and batches of 4, one rank reads 4 and 1, the other 3 and 1. That is not possible with batches of one sample, and loaders
-of other kinds have the batches that they have; for these see `TrainerRun`.
+of other kinds have the batches that they have; for these see `TrainerRun` and `UnevenBatches`.
 """
 # Lightning rebuilds loaders with functions of its own
 # pyright: reportPrivateUsage=false

@@ -48,9 +48,9 @@ class RankStateLoader:
     """Shows a loader with a state to Lightning, with everything that it has, and keeps its position per rank.
 
     [Note: loaders that are read ahead]
-    From a loader without a length Lightning reads one batch ahead, to know which one is the last (2.6.6). So its states
-    are noted before each batch is read, under the number of batches read until then, and the one to save is that of the
-    number of batches that were trained on.
+    From a loader without a length Lightning reads one batch ahead, to know which one is the last (2.6.6), and after an
+    exception any loader is a batch ahead. So states are noted before each batch is read, under the number of batches read
+    until then, and the one to save is that of the number of batches that were trained on.
 
     Args:
         loader: The loader of this rank.
@@ -95,9 +95,6 @@ class RankStateLoader:
         return self._loader
 
     def __iter__(self) -> Iterator[Any]:
-        if sized_len(self._loader) is not None:
-            yield from self._loader
-            return
         if not self._is_through:
             # Else a pass ends while the last batch of it is trained on, and another one may begin at once.
             self._num_read = num_trained(self._trainer)

@@ -14,12 +14,13 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch.optim import Optimizer
 
 from d9d.core.dist_context import DistributedContext
-from d9d.core.dist_ops import all_gather_object
 from d9d.core.fsdp_internals import fsdp_units, keep_gathered
 from d9d.core.placement import local_tensor
 from d9d.optim.local_shards import localize_optimizer
+from d9d_lightning.collectives import all_gather_stacked, reduce_over
 from d9d_lightning.data.loader_states import draw_order_again, load_waiting_states
 from d9d_lightning.data.loaders import prepare_loader
+from d9d_lightning.data.uneven_batches import UnevenBatches
 from d9d_lightning.gradients.data_parallel import DataParallelGradients
 from d9d_lightning.gradients.loss_weights import LossWeights
 from d9d_lightning.jobs.batch_agreement import BatchAgreement
@@ -82,6 +83,7 @@ class TrainerRun:
         self._flags: FlagFollower | None = None
         self._fsdp: FsdpSteps | None = None
         self._free_shards: Callable[[], None] | None = None
+        self._uneven_batches: UnevenBatches | None = None
         self._correction: float | torch.Tensor = 1.0
         self._batches = None if context is None else BatchAgreement(context)
         loss_weights = LossWeights(None if context is None else context.replica_group, device)
@@ -296,22 +298,41 @@ class TrainerRun:
         stay so to the end. A rank without any batch does not come here: Lightning skips the loop there.
         """
         context, units = self._context, fsdp_units(self._module)
-        if context is None or context.replica_group is None or not units:
+        may_lack_ranks = self._trainer.predicting and not units
+        if context is None or context.replica_group is None or may_lack_ranks:
             return
-        counts = all_gather_object(self._num_batches(), context.replica_group)
-        if any(each != counts[0] for each in counts):
+        self._uneven_batches = UnevenBatches(self._trainer, context.replica_group)
+        if units and self._uneven_batches.are_uneven:
             self._free_shards = keep_gathered(units)
 
-    def _num_batches(self) -> list[int | float]:
-        trainer = self._trainer
-        if trainer.predicting:
-            return trainer.num_predict_batches
-        if trainer.testing:
-            return trainer.num_test_batches
-        return trainer.num_sanity_val_batches if trainer.sanity_checking else trainer.num_val_batches
+    def reduce(
+        self, tensor: torch.Tensor, group: dist.ProcessGroup, operation: dist.ReduceOp.RedOpType | str
+    ) -> torch.Tensor:
+        """Reduce over a group, or over those of its ranks that have the batch that is evaluated now. See `reduce_over`.
+
+        Raises:
+            RuntimeError: Ranks have different numbers of batches, and the group is not that of the data-parallel ranks.
+        """
+        peers = None
+        if self._context is not None and self._uneven_batches is not None:
+            if group is not self._context.replica_group:
+                self._uneven_batches.refuse("sync_dist_group")
+            peers = self._uneven_batches.peers()
+        return reduce_over(tensor, group, operation, peers)
+
+    def all_gather(self, tensor: torch.Tensor, group: dist.ProcessGroup, *, has_gradient: bool) -> torch.Tensor:
+        """Gather from all ranks of a group; see `all_gather_stacked`.
+
+        Raises:
+            RuntimeError: In a batch of an evaluation, if ranks have different numbers of them.
+        """
+        if self._uneven_batches is not None:
+            self._uneven_batches.refuse("all_gather")
+        return all_gather_stacked(tensor, group, has_gradient=has_gradient)
 
     def end_evaluation(self) -> None:
         """Let ``parameters()`` show the shards again: without a backward pass FSDP leaves some gathered."""
+        self._uneven_batches = None
         if self._free_shards is not None:
             self._free_shards()
             self._free_shards = None

@@ -150,6 +150,15 @@ def test_loader_processes_go_on_over_the_ends_of_epochs():
     assert on_one_process({"loading": LoaderOptions(num_workers=1)})[0] == reference()[0]
 
 
+@pytest.mark.world_size(4)
+@pytest.mark.parametrize("is_persistent", [False, True])
+def test_loader_processes_of_several_ranks(is_persistent):
+    """They are forked while the threads of process groups run."""
+    loading = LoaderOptions(num_workers=1, persistent_workers=is_persistent)
+    steps, _ = on_mesh({"data_parallel_shard": 4}, {"loading": loading}, accumulate_grad_batches=1)
+    assert steps == reference()[0]
+
+
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("has_one_batch_per_step", [True, False])
 def test_two_ranks_train_as_one(has_one_batch_per_step):

@@ -150,6 +150,56 @@ def test_samplers_of_other_kinds():
     assert len(set(itertools.chain(*whole))) == 20
 
 
+class Logs(Evaluates):
+    """Logs values of each batch, beside those of the epoch."""
+
+    def __init__(self):
+        super().__init__()
+        self.of_batches = []
+
+    def evaluate(self, batch, name):
+        super().evaluate(batch, name)
+        self.log("score", batch[1].mean(), on_step=True, on_epoch=True, sync_dist=True)
+        self.log("count", len(batch[1]), on_step=True, on_epoch=True, sync_dist=True, reduce_fx="sum")
+
+    def on_test_batch_end(self, *args):
+        metrics = self.trainer.logged_metrics
+        self.of_batches.append((metrics["score_step"].item(), metrics["count_step"].item()))
+
+
+@pytest.mark.world_size(4)
+@pytest.mark.parametrize("mesh", [{"data_parallel_replicate": 4}, {"data_parallel_shard": 4}], ids=str)
+@pytest.mark.parametrize("num_samples", [21, 23])
+def test_values_of_batches_that_some_ranks_do_not_have(mesh, num_samples):
+    """One or three of four ranks have a sixth batch of one sample: its value is the mean over these ranks."""
+    module = seeded(Logs)
+    (logged,) = trainer_on(mesh).test(module, DataLoader(samples(num_samples), batch_size=1), verbose=False)
+    scores = samples(num_samples).tensors[1]
+    assert logged["score_epoch"] == pytest.approx(scores.mean().item(), abs=1e-6)
+    assert logged["count_epoch"] == num_samples
+    # Batch i of a rank is its i-th sample, and samples are dealt out in turn.
+    rows = [scores[4 * index : 4 * index + 4] for index in range(6 if dist.get_rank() < num_samples - 20 else 5)]
+    assert [score for score, _ in module.of_batches] == pytest.approx([row.mean().item() for row in rows], abs=1e-6)
+    assert [count for _, count in module.of_batches] == [len(row) for row in rows]
+
+
+@pytest.mark.world_size(2)
+def test_what_all_ranks_must_do_in_each_batch_is_refused_where_some_lack_one():
+    class Gathers(Evaluates):
+        def evaluate(self, batch, name):
+            self.all_gather(torch.tensor(1.0))
+
+        def on_validation_epoch_end(self):
+            self.gathered = self.all_gather(torch.tensor(1.0))
+
+    trainer = trainer_on(SHARDS)
+    with pytest.raises(RuntimeError, match=r"all_gather in a step needs .*\(\[11\], \[10\]; .*batches of two samples"):
+        trainer.test(seeded(Gathers), DataLoader(samples(), batch_size=1), verbose=False)
+    module = seeded(Gathers)
+    trainer_on(SHARDS).validate(module, DataLoader(samples(), batch_size=4), verbose=False)
+    assert module.gathered.tolist() == [1.0, 1.0]
+
+
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("mesh", [REPLICAS, SHARDS], ids=str)
 def test_predictions_are_complete(mesh):

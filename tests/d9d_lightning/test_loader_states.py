@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from torch.utils.data import IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -112,6 +112,44 @@ def test_one_process(build_loader, tmp_path):
 @pytest.mark.parametrize("build_loader", [NumbersLoader, stateful_iterable, stateful_map])
 def test_each_rank_gets_its_own_position(build_loader, tmp_path):
     check_resume(build_loader, {"data_parallel_replicate": 2}, tmp_path)
+
+
+class SizedNumbersLoader(NumbersLoader):
+    def __len__(self):
+        return NUM_BATCHES
+
+
+class Stops(Model):
+    """Fails in a batch that it has read, the last one of the pass or one before."""
+
+    fails_at = SAVED_AT
+
+    def training_step(self, batch, batch_idx):
+        if len(self.read) == self.fails_at:
+            raise InterruptedError
+        return super().training_step(batch, batch_idx)
+
+
+class StopsInLast(Stops):
+    fails_at = NUM_BATCHES - 1
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("build", [Stops, StopsInLast])
+@pytest.mark.parametrize("build_loader", [NumbersLoader, SizedNumbersLoader, stateful_map])
+def test_an_exception_loses_no_batch(build_loader, build, tmp_path):
+    mesh = {"data_parallel_replicate": 2}
+    expected = fit(build_loader, mesh, None, resumes=False)
+    trainer = build_trainer(
+        mesh,
+        max_epochs=2,
+        callbacks=[OnExceptionCheckpoint(tmp_path, "saved")],
+        enable_checkpointing=True,
+        use_distributed_sampler=True,
+    )
+    with pytest.raises(InterruptedError):
+        trainer.fit(seeded(build), build_loader(trainer.strategy.distributed_sampler_kwargs["rank"]))
+    assert fit(build_loader, mesh, tmp_path, resumes=True) == expected[build.fails_at :]
 
 
 @pytest.mark.world_size(1)

@@ -2,9 +2,10 @@
 
 import ctypes
 import random
+import struct
 import threading
 from types import TracebackType
-from typing import Any, Self
+from typing import Self, TypeAlias
 
 import numpy as np
 import torch
@@ -13,8 +14,14 @@ from torch.utils.data import get_worker_info
 __all__ = ["KeptGenerators", "may_seed_generators", "seed_generators", "seed_torch_generator"]
 
 _NUM_NUMPY_SEEDS = 2**32
-_MT19937_BYTES = 624 * 4 + 4
-"""Size of the state of NumPy's Mersenne Twister in memory: its words, and the place among them."""
+_NUM_WORDS = 624
+_MT19937_BYTES = _NUM_WORDS * 4 + 4
+"""Size of the state of a Mersenne Twister in memory: its words, and the place among them."""
+_PYTHON = random.random.__self__
+"""The generator behind the functions of `random`."""
+_WORDS_FORMAT = f"={_NUM_WORDS + 1}I"
+_PythonState: TypeAlias = tuple[bytes, float | None]
+"""The place among its words and these; and the second of a pair of normal numbers."""
 
 
 def may_seed_generators() -> bool:
@@ -36,7 +43,7 @@ def seed_generators(seed: int) -> None:
 
 
 class KeptGenerators:
-    """Lets the global CPU generators go on after a block as if it had not run. Takes about 15 microseconds.
+    """Lets the global CPU generators go on after a block as if it had not run. Takes about 5 microseconds.
 
     [Note: NumPy's generator is exchanged]
     Reading and writing its state takes 90 microseconds, so the block gets another one, which begins anywhere. NumPy forgets
@@ -49,24 +56,57 @@ class KeptGenerators:
         self._numpy_before = b""
         self._numpy_outside: np.random.BitGenerator = self._numpy
         self._torch_before = torch.empty(0)
-        self._python_before: tuple[Any, ...] = ()
+        self._python_before: _PythonState = (b"", None)
 
     def __enter__(self) -> Self:
-        self._torch_before, self._python_before = torch.default_generator.get_state(), random.getstate()
+        self._torch_before = torch.default_generator.get_state()
+        self._python_before = _python_state()
         self._numpy_outside = _exchange_numpy(self._numpy)
         self._numpy_before = bytes(self._numpy_memory)
         return self
 
     def numpy_or_python_has_changed(self) -> bool:
         """Tell, within the block, whether it has drawn from the global generator of NumPy or Python, or seeded it."""
-        return bytes(self._numpy_memory) != self._numpy_before or random.getstate() != self._python_before
+        return bytes(self._numpy_memory) != self._numpy_before or _python_state() != self._python_before
 
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
         _exchange_numpy(self._numpy_outside)
         torch.default_generator.set_state(self._torch_before)
-        random.setstate(self._python_before)
+        if _python_state() != self._python_before:
+            of_words, next_gauss = self._python_before
+            place, *words = struct.unpack(_WORDS_FORMAT, of_words)
+            random.setstate((_PYTHON.VERSION, (*words, place), next_gauss))
+
+
+def _python_state() -> _PythonState:
+    """Return the state of Python's global generator.
+
+    [Note: Python's generator is read from memory]
+    Asking for its state makes 625 numbers, which takes 9 microseconds, and comparing two of these 5 more. In memory they lie
+    behind the head of the object, in all versions of CPython until now (3.14). That is checked when this module is
+    imported; elsewhere the slow way is taken. Nothing is written there.
+    """
+    next_gauss = _PYTHON.gauss_next  # pyright: ignore[reportAttributeAccessIssue]  # its stubs do not know it
+    return bytes(_PYTHON_MEMORY) if _PYTHON_MEMORY is not None else _asked_python_words(), next_gauss
+
+
+def _asked_python_words() -> bytes:
+    *words, place = random.getstate()[1]
+    return struct.pack(_WORDS_FORMAT, place, *words)
+
+
+def _python_memory() -> "ctypes.Array[ctypes.c_ubyte] | None":
+    """Return where the state of Python's global generator lies, or None if it is not where it is looked for."""
+    head = object.__basicsize__
+    if random.Random.__basicsize__ < head + _MT19937_BYTES:
+        return None
+    memory = (ctypes.c_ubyte * _MT19937_BYTES).from_address(id(_PYTHON) + head)
+    return memory if bytes(memory) == _asked_python_words() else None
+
+
+_PYTHON_MEMORY = _python_memory()
 
 
 def _exchange_numpy(generator: np.random.BitGenerator) -> np.random.BitGenerator:

@@ -8,6 +8,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from d9d.core.dist_context import DeviceMeshParameters
+from d9d.dataset.zephon import pipeline_identity
 from d9d.loop.component import DataParallelMicrobatchPackStream, DirectDevicePackStream, build_device_pack_stream
 from d9d.loop.control import InitializeDataProviderContext
 from d9d.loop.zephon_provider import ZephonConfig, ZephonDataProvider
@@ -32,15 +33,15 @@ def write_data(folder, num_shards=NUM_SAMPLES // PER_SHARD, changed=None):
     return folder
 
 
-def build(folder, seed=5, **extra):
+def build(folder, seed=5, batch_size=2, chunk_size=4, **extra):
     source = zephon.StaticMixtureWorkSource(
         datasets=[zephon.Dataset.from_path("numbers", str(folder))],
         mixture=zephon.MixtureSpec({"numbers": 1.0}),
         seed=seed,
-        chunk_size=4,
+        chunk_size=chunk_size,
         **extra,
     )
-    return zephon.Pipeline(source).batch(microbatch_size=2).options(max_workers=1)
+    return zephon.Pipeline(source).batch(microbatch_size=batch_size).options(max_workers=1)
 
 
 def numbers_of(batch):
@@ -156,12 +157,27 @@ def test_other_data_are_refused(tmp_path):
         "seed": {"folder": tmp_path / "data", "seed": 6},
         "shards": {"folder": write_data(tmp_path / "edited", changed=7)},
         "order": {"folder": tmp_path / "data", "shuffle_within_shard": True},
+        "operations": {"folder": tmp_path / "data", "batch_size": 3},
+        "chunk_size": {"folder": tmp_path / "data", "chunk_size": 2},
     }.items():
         with pytest.raises(ValueError, match=rf"cannot resume.*Changed: .*{name} \(checkpoint: "):
             stream_of(tmp_path, **builder).load_state_dict(state)
     added = write_data(tmp_path / "added", num_shards=5)
     with pytest.raises(ValueError, match=r"Changed: shards"):
         stream_of(tmp_path, folder=added).load_state_dict(state)
+
+
+def test_operations_are_told_by_their_settings(folder):
+    def doubled(payload):
+        return payload
+
+    source = build(folder / "data").ws
+    pipeline = zephon.Pipeline(source).decode_text().map_transform(doubled).batch(microbatch_size=2)
+    first, second, third, last = pipeline_identity(pipeline)["operations"].split(" | ")
+    assert first == "fetch"
+    assert second.startswith("decode_text encoding='utf-8'")
+    assert f"transform_fn={__name__}.test_operations_are_told_by_their_settings.<locals>.doubled" in third
+    assert last == "batch drop_last=True microbatch_size=2"
 
 
 def test_all_problems_at_once(tmp_path):
