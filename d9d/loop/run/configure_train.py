@@ -130,12 +130,8 @@ class TrainingConfigurator:
         checkpoints.count_restart()
         restore_data_position(checkpoints, stream, refuse=lambda keys: None)
         bus.trigger(EVENT_TRAIN_DATA_STREAM_READY, EventDataStreamReadyContext(stream=stream))
-<<<<<<< HEAD
         schedule = build_job_schedule(context, self._config.schedule, stream)
-=======
-        schedule = JobSchedule(self._config.schedule, stream)
         agree_on_data(context, stream, schedule)
->>>>>>> b49ffb6 (Ranks that do not agree are refused at the start by name and rank; jobs that torchrun restarts without progress are stopped)
         agreement = PeerAgreement(context, stream, schedule, self._config.data_agreement)
         bus.subscribe(EVENT_TRAIN_STEP_PRE, agreement.check)
         pipeline, modules = self._build_stages(context, bus)
