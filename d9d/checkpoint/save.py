@@ -98,7 +98,7 @@ class CheckpointSaver:
                 "a checkpoint of this process was given up, and may still be written: start a new process."
             )
         self.wait()
-        with self._naming(step):
+        with self.naming(step):
             write = self._prepare(state, step, after_commit)
         if self._in_background is None:
             write()
@@ -154,7 +154,7 @@ class CheckpointSaver:
         written_by = self._in_background or self._participants
 
         def write() -> None:
-            with self._naming(step):
+            with self.naming(step):
                 written = self._write(planner, writer, written_by)
                 with written_by.failing_together():
                     if written is not None:
@@ -198,7 +198,7 @@ class CheckpointSaver:
         self._folder.commit(CommitRecord(step=step, num_ranks=len(written), files=files))
 
     @contextlib.contextmanager
-    def _naming(self, step: int) -> Generator[None]:
+    def naming(self, step: int) -> Generator[None]:
         """Name the checkpoint in errors of the system, which tell of neither path nor purpose."""
         try:
             yield

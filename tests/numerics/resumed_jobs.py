@@ -29,6 +29,8 @@ from tests.numerics.model_runs import SCHEDULES, TOKENS, Layout, Provider
 SAVED_AFTER, STEPS_AFTERWARDS = 3, 5
 NUM_STEPS = SAVED_AFTER + STEPS_AFTERWARDS
 GLOBAL_BATCH = 8
+ODD = "odd shapes"
+"""The model of `regression_job`: dimensions that are smaller than the number of ranks or no multiple of it, empty shards."""
 
 State = dict[str, torch.Tensor]
 """Whole weights by name, and whole states of optimizers by name and their own one."""
@@ -73,6 +75,11 @@ class LanguageTask(Task):
 
 
 def build(model: str, layout: Layout, dtype: torch.dtype, folder: Path, saved: Path, *, saves: bool) -> Job:
+    checkpointing = {"save_dir": str(saved), "period_steps": SAVED_AFTER if saves else "disable"}
+    if model == ODD:
+        return build_job(
+            layout.mesh, folder, total_steps=NUM_STEPS, dtype=dtype, overrides={"checkpointing": checkpointing}
+        )
     return build_job(
         layout.mesh,
         folder,
@@ -87,7 +94,7 @@ def build(model: str, layout: Layout, dtype: torch.dtype, folder: Path, saved: P
         task_class=LanguageTask,
         overrides={
             "pipelining": {"schedule": SCHEDULES[layout.schedule]},
-            "checkpointing": {"save_dir": str(saved), "period_steps": SAVED_AFTER if saves else "disable"},
+            "checkpointing": checkpointing,
         },
     )
 

@@ -7,7 +7,7 @@ import torch
 
 from tests.harness.plugin import OnRanks
 from tests.numerics.model_runs import Layout
-from tests.numerics.resumed_jobs import forget_later_checkpoints, resume, train_and_save
+from tests.numerics.resumed_jobs import ODD, forget_later_checkpoints, resume, train_and_save
 
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-6}
 """What the project promises for a job that goes on elsewhere."""
@@ -34,6 +34,8 @@ LAYOUTS: dict[str, Layout] = {
 CELLS: dict[tuple[str, str], list[str]] = {
     (DENSE, "pp 4"): ["1", "pp 2, two stages each", "shard 4", "tp 2"],
     (DENSE, "tp 2 x shard 2"): ["replicate 2", "pp 2 x tp 2", "tp 2 x replicate 2"],
+    (ODD, "1"): ["shard 4"],
+    (ODD, "shard 4"): ["hsdp 2 x 2", "shard 2", "1"],
     (MOE, "1"): ["pp 2 x ep 2"],
     (MOE, "ep 2"): ["shard 2", "1"],
 }
@@ -41,7 +43,10 @@ CELLS: dict[tuple[str, str], list[str]] = {
 
 
 def fits(model: str, layout: str) -> bool:
-    return model == MOE or "expert_parallel" not in LAYOUTS[layout].degrees
+    degrees = LAYOUTS[layout].degrees.keys()
+    if model == ODD:
+        return all(degree.startswith("data_parallel") for degree in degrees)
+    return model == MOE or "expert_parallel" not in degrees
 
 
 def cases() -> list[object]:
@@ -59,7 +64,7 @@ def cases() -> list[object]:
             marks=pytest.mark.exhaustive,
         )
         for dtype in TOLERANCES
-        for model in (DENSE, MOE)
+        for model in (DENSE, MOE, ODD)
         for saved in LAYOUTS
         if fits(model, saved)
     ]

@@ -123,7 +123,8 @@ class StateCheckpointer:
         self._gc.collect_forced()
         step = self._schedule.current_step
         with self._dist_context.activity.inside("saving the checkpoint", self._config.timeout):
-            with self._checkpoints.participants.failing_together():  # state_dict() of a task is code of the user
+            # state_dict() of a task is code of the user.
+            with self._saver.naming(step), self._checkpoints.participants.failing_together():
                 saved = {STATE_KEY: state.state_dict()}
             self._saver.save(saved, step, after_commit=lambda: self._after_commit(step))
         self._last_step = step

@@ -1,6 +1,7 @@
 """Checkpoints of the native loop: which folder counts, which is the newest, and that a run goes on from it."""
 
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -43,13 +44,21 @@ class State(Stateful):
 class Job:
     """What a training run has, as far as checkpoints go. Weights after step n are all n."""
 
-    def __init__(self, folder: Path, context: DistributedContext, *, every: int = 1, keep: int | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        context: DistributedContext,
+        *,
+        every: int = 1,
+        keep: int | None = None,
+        timeout_s: float = 60.0,
+    ) -> None:
         self.module = nn.Linear(3, 5)
         if context.is_distributed:
             parallelize_hsdp(self.module, context.mesh_for(DENSE_DOMAIN)["dp_replicate", "dp_cp_shard"])
         self.schedule = JobSchedule(JobScheduleConfig(), Stream())
         gc = ManualGarbageCollector(context, GarbageCollectionConfig(period_steps="disable"), self.schedule)
-        config = CheckpointingConfig(save_dir=folder, period_steps=every, num_to_keep=keep)
+        config = CheckpointingConfig(save_dir=folder, period_steps=every, num_to_keep=keep, timeout=timeout_s)
         self.checkpointer = StateCheckpointer(context, self.schedule, config, gc, "run")
         self.state = State(TrackedModules(context, [self.module], everything), self.schedule)
 
@@ -203,3 +212,45 @@ def test_what_rank_0_cannot_write_fails_on_all_ranks(tmp_path):
     job = Job(tmp_path, DeviceMeshParameters(data_parallel_shard=2).build())
     with pytest.raises(OSError, match=r"could not save the checkpoint .*save-1: on rank 0 of 2: .*File exists"):
         job.train(1)
+
+
+class FailingState(Stateful):
+    """Cannot be saved, or loaded, on rank 1."""
+
+    def state_dict(self) -> dict[str, Any]:
+        if dist.get_rank() == 1:
+            raise KeyError("no such counter")
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        raise AssertionError("nothing has been read")
+
+
+@pytest.mark.world_size(2)
+def test_a_state_that_one_rank_cannot_give_fails_on_all_before_anything_is_written(tmp_path: Path):
+    context = DeviceMeshParameters(data_parallel_shard=2).build()
+    job = Job(tmp_path, context)
+    job.train(1)
+    job.schedule.step()
+    refusal = r"on rank 1 of 2: KeyError: 'no such counter'"
+    with pytest.raises(RuntimeError, match=rf"could not save the checkpoint .*save-2: {refusal}"):
+        job.checkpointer.checkpoint_if_needed(FailingState())
+    assert saved_steps(tmp_path) == ["save-1"]
+    with pytest.raises(RuntimeError, match=refusal):
+        job.checkpointer.load_last_checkpoint(FailingState())
+    assert Job(tmp_path, context).resume() == 1
+
+
+@pytest.mark.world_size(2)
+def test_a_rank_that_does_not_come_ends_the_others_at_the_time_limit(tmp_path: Path):
+    context = DeviceMeshParameters(data_parallel_shard=2).build()
+    job = Job(tmp_path, context, timeout_s=1.0)
+    done = tmp_path / "done"
+    if context.rank == 0:
+        with pytest.raises(RuntimeError, match=r"could not save the checkpoint .*save-1: .*[Tt]imed? ?out"):
+            job.train(1)
+        done.touch()
+    else:
+        while not done.exists():  # alive, and elsewhere
+            time.sleep(0.05)
+    assert not (tmp_path / "run" / "save-1").exists()

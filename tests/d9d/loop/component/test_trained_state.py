@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, StepLR
 
@@ -21,11 +23,14 @@ from d9d.checkpoint import (
     load_state,
     read_metadata,
 )
+from d9d.core.dist_context import DENSE_DOMAIN, DeviceMeshParameters
 from d9d.core.participants import Participants
 from d9d.internals.stage_names import agree_on_names
 from d9d.loop.component.stage_schedules import StageSchedules
 from d9d.loop.component.tracked_modules import StatefulPredicate, everything, only_trainable
 from d9d.loop.component.trained_state import TrainedState
+from d9d.optim import localize_optimizer
+from tests.harness.parity import full
 
 LOGGER = logging.getLogger("test")
 
@@ -86,14 +91,14 @@ class Job:
         CheckpointSaver(CheckpointFolder(folder, LOGGER), Participants()).save({"state": self.state.state_dict()}, 1)
         return self
 
-    def load(self, folder: Path) -> list[str]:
+    def load(self, folder: Path, group: dist.ProcessGroup | None = None) -> list[str]:
         path = folder / "save-1"
         contents = in_present_layout(CheckpointContents(path, read_metadata(path), "state"))
         wanted = {"state": self.state.prepare_to_load(contents)}
         loaded = load_state(
             path,
             wanted,
-            None,
+            group,
             metadata=contents.metadata,
             may_be_left=lambda key: self.state.may_be_left(key.removeprefix("state.")),
         )
@@ -388,3 +393,40 @@ def test_tied_weights_in_the_layout_before(tmp_path: Path):
         second.load(tmp_path)
         for value in second.weights().values():
             assert torch.equal(value, first.weights()["embed.weight"])
+
+
+def sharded() -> nn.Module:
+    module = nn.Linear(6, 5, bias=False, dtype=torch.float64)
+    with torch.no_grad():
+        module.weight.copy_(torch.arange(30.0).view(5, 6) / 30)
+    mesh = DeviceMeshParameters(data_parallel_shard=2).build().mesh_for(DENSE_DOMAIN)
+    return fully_shard(module, mesh=mesh["dp_cp_shard"])
+
+
+def step_on_whole(job: Job) -> torch.Tensor:
+    (module,) = job.modules
+    module(torch.linspace(-1, 1, 24, dtype=torch.float64).view(4, 6)).square().sum().backward()
+    job.optimizers[0].step()
+    job.optimizers[0].zero_grad()
+    return full(next(module.parameters())).clone()
+
+
+@pytest.mark.world_size(2)
+def test_an_optimizer_that_looks_at_whole_matrices(tmp_path: Path):
+    """It runs on DTensors, and so must find its state as such."""
+
+    def build(parameters: list[nn.Parameter], lr: float) -> Optimizer:
+        optimizer = torch.optim.Muon(parameters, lr=lr)
+        assert not localize_optimizer(optimizer)
+        return optimizer
+
+    group = dist.group.WORLD
+    assert group is not None
+    first = Job(sharded(), build=build)
+    step_on_whole(first)
+    saver = CheckpointSaver(CheckpointFolder(tmp_path, LOGGER), Participants([group]))
+    saver.save({"state": first.state.state_dict()}, 1)
+    second = Job(sharded(), build=build)
+    second.load(tmp_path, group)
+    for _ in range(2):
+        assert torch.equal(step_on_whole(second), step_on_whole(first))

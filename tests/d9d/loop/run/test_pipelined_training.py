@@ -330,6 +330,37 @@ def test_another_cut_goes_on(tmp_path, other):
     check_against(second, losses[2:], model)
 
 
+class LongerProvider(PipelinedProvider):
+    """Has a parameter more in the last stage."""
+
+    def initialize_model_stage(self, context):
+        result = super().initialize_model_stage(context)
+        if result.model.down is not None:
+            result.model.down.register_parameter("gain", nn.Parameter(torch.zeros((), dtype=torch.float64)))
+            reset = result.model.down.reset_parameters
+
+            def reset_with_gain() -> None:
+                reset()
+                nn.init.zeros_(result.model.down.gain)
+
+            result.model.down.reset_parameters = reset_with_gain
+        return result
+
+
+@pytest.mark.world_size(2)
+def test_a_parameter_that_one_stage_has_got_is_refused_on_all_ranks(tmp_path):
+    mesh = DeviceMeshParameters(pipeline_parallel=2)
+    saving = {"save_dir": str(tmp_path / "saved"), "period_steps": NUM_STEPS}
+    build_pipelined_job(mesh, tmp_path, "1f1b", overrides={"checkpointing": saving}).trainer.train()
+    longer = LongerProvider(torch.float64)
+    job = build_pipelined_job(mesh, tmp_path, "1f1b", provider=longer, overrides={"checkpointing": saving})
+    with pytest.raises(ValueError, match=r"on rank 1 of 2: cannot resume .*\n- state\.model\.down\.gain is not in it"):
+        job.trainer.train()
+    saving["on_changed_parameters"] = "allow"
+    job = build_pipelined_job(mesh, tmp_path, "1f1b", provider=longer, overrides={"checkpointing": saving})
+    job.trainer.train()
+
+
 class FailingTask(Task):
     """Has a loss that fails, on the rank that computes it."""
 
