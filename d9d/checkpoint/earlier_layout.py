@@ -53,13 +53,14 @@ def in_present_layout(contents: CheckpointContents) -> CheckpointContents:
     }
     for place, groups in _groups(contents).items():
         members = [key_of[place, name] for name in optimized[place]]
-        documents[f"optimizer.groups.{stages[place]}"] = [
+        described = [
             {
                 "parameters": {members[number]: state_names.get(members[number], []) for number in group["params"]},
                 "options": {name: value for name, value in group.items() if name != "params"},
             }
             for _, group in sorted(groups.items())
         ]
+        documents[f"optimizer.stages.{stages[place]}"] = {"kind": None, "groups": described, "others": {}}
     return contents.with_names(renamed, documents)
 
 

@@ -23,13 +23,14 @@ from d9d.checkpoint import Document
 from d9d.core.placement import like_parameter, local_tensor
 
 __all__ = [
-    "GroupState",
+    "OptimizerRecord",
     "SavedOptions",
+    "describe_optimizer",
     "equal_values",
     "load_named_state",
-    "named_groups",
     "named_state",
     "room_for_state",
+    "state_problems",
 ]
 
 _OF_PROCESS = frozenset(["params", "param_names", "foreach", "fused", "capturable", "differentiable"])
@@ -38,8 +39,9 @@ _SAME_RATIO = 1e-6
 """Relative difference of two ratios of learning rates that come from one schedule."""
 
 # `Any` in this module: optimizers keep what they choose.
-GroupState = dict[str, Any]
-"""A group as it is saved: names of state by key under ``parameters``, and ``options``."""
+OptimizerRecord = dict[str, Any]
+"""What is saved of an optimizer beside the state of parameters: its ``kind``, its ``groups`` with the names of state by key under
+``parameters`` and with ``options``, and what else its state dict holds under ``others``."""
 NamedState = dict[str, dict[str, Any]]
 """State by key of the parameter, and by its own name: tensors and documents."""
 
@@ -91,16 +93,18 @@ def named_state(optimizer: Optimizer, keys: Mapping[nn.Parameter, str]) -> Named
     }
 
 
-def named_groups(optimizer: Optimizer, keys: Mapping[nn.Parameter, str]) -> list[GroupState]:
-    """Return which options the parameters of an optimizer have, and which state there is of them."""
+def describe_optimizer(optimizer: Optimizer, keys: Mapping[nn.Parameter, str]) -> OptimizerRecord:
+    """Return which options the parameters of an optimizer have, which state there is of them, and what is state of no parameter."""
     state: Mapping[torch.Tensor, Mapping[str, Any]] = optimizer.state
-    return [
+    groups = [
         {
             "parameters": {member.key: list(state.get(member.parameter, ())) for member in members},
             "options": {name: value for name, value in group.items() if name not in _OF_PROCESS},
         }
         for group, members in _groups_of(optimizer, keys)
     ]
+    others = {name: value for name, value in optimizer.state_dict().items() if name not in ("state", "param_groups")}
+    return {"kind": type(optimizer).__qualname__, "groups": groups, "others": others}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -112,16 +116,22 @@ class SavedOptions:
     options: Mapping[str, Mapping[str, Any]]
     """Options of its group, by key."""
 
+    kinds: Mapping[str, str | None]
+    """Class of its optimizer, by key; None if that was not saved."""
+
     @classmethod
-    def of_groups(cls, groups: Iterable[GroupState]) -> "SavedOptions":
-        """Merge the groups of all stages, as `named_groups` returned them."""
+    def of_optimizers(cls, records: Iterable[OptimizerRecord]) -> "SavedOptions":
+        """Merge the records of all stages, as `describe_optimizer` returned them."""
         names: dict[str, list[str]] = {}
         options: dict[str, dict[str, Any]] = {}
-        for group in groups:
-            for key, of_parameter in group["parameters"].items():
-                names.setdefault(key, of_parameter)
-                options.setdefault(key, group["options"])
-        return cls(names, options)
+        kinds: dict[str, str | None] = {}
+        for record in records:
+            for group in record["groups"]:
+                for key, of_parameter in group["parameters"].items():
+                    names.setdefault(key, of_parameter)
+                    options.setdefault(key, group["options"])
+                    kinds.setdefault(key, record["kind"])
+        return cls(names, options, kinds)
 
     def schedule_ratio(self) -> float | None:
         """Return what the schedule has multiplied all learning rates by, if it is one number."""
@@ -167,10 +177,44 @@ def _room(name: str, parameter: nn.Parameter, entry: TensorStorageMetadata | Non
     return like_parameter(torch.empty(local.shape, dtype=entry.properties.dtype, device=local.device), parameter)
 
 
+def state_problems(optimizer: Optimizer, keys: Mapping[nn.Parameter, str], saved: SavedOptions) -> list[str]:
+    """Return why an optimizer cannot go on from what was saved: another class, or groups of parameters that had different options.
+
+    Args:
+        optimizer: Of one stage.
+        keys: Keys of its parameters in the checkpoint.
+        saved: Options of all parameters.
+    """
+    kind = type(optimizer).__qualname__
+    problems: list[str] = []
+    for number, (_, all_members) in enumerate(_groups_of(optimizer, keys)):
+        members = [member.key for member in all_members if member.key in saved.options]
+        for key in members:
+            before = saved.kinds[key]
+            if before is not None and before != kind:
+                problems.append(f"the optimizer of {key} is {before} there, and {kind} in the job")
+                break
+        for key in members[1:]:
+            one, other = saved.options[members[0]], saved.options[key]
+            different = [name for name in {**one, **other} if not equal_values(one.get(name), other.get(name))]
+            if different:
+                name = different[0]
+                problems.append(
+                    f"group {number} of the optimizer holds {members[0]} and {key}, which have a {name} of {one.get(name)} and "
+                    f"of {other.get(name)} there: put them into different groups, as before"
+                )
+                break
+    return problems
+
+
 def load_named_state(
-    optimizer: Optimizer, keys: Mapping[nn.Parameter, str], state: NamedState, saved: SavedOptions
+    optimizer: Optimizer,
+    keys: Mapping[nn.Parameter, str],
+    state: NamedState,
+    saved: SavedOptions,
+    others: Mapping[str, Any],
 ) -> list[str]:
-    """Restore an optimizer.
+    """Restore an optimizer, of which `state_problems` has found nothing.
 
     Parameters without state in the checkpoint start with none. A group of which no parameter was optimized before keeps the
     options of the job; its learning rate is where the schedule has brought those of the others.
@@ -180,43 +224,25 @@ def load_named_state(
         keys: Keys of its parameters in the checkpoint.
         state: By key, with values in place of documents.
         saved: Options of all parameters.
+        others: What its state dict holds beside state of parameters and groups.
 
     Returns:
         Where the checkpoint has other options than the job, in words.
-
-    Raises:
-        ValueError: If a group holds parameters that had different options.
     """
     groups: list[dict[str, Any]] = []
     indexed: dict[int, dict[str, Any]] = {}
     told: list[str] = []
     for number, (group, members) in enumerate(_groups_of(optimizer, keys)):
-        chosen = _common_options(number, members, saved)
+        chosen = next((saved.options[member.key] for member in members if member.key in saved.options), None)
         if chosen is None:
             chosen = _options_of_new_group(group, saved)
         else:
             told += _differences(number, group, chosen)
         groups.append({**group, **chosen, "params": [member.position for member in members]})
         indexed |= {member.position: dict(state[member.key]) for member in members if member.key in state}
-    optimizer.load_state_dict({"state": indexed, "param_groups": groups})
+    optimizer.load_state_dict({**others, "state": indexed, "param_groups": groups})
     _keep_dtypes(optimizer, keys, state)
     return told
-
-
-def _common_options(number: int, members: Sequence[_Member], saved: SavedOptions) -> Mapping[str, Any] | None:
-    first: _Member | None = None
-    for member in members:
-        if member.key not in saved.options:
-            continue
-        first = first or member
-        one, other = saved.options[first.key], saved.options[member.key]
-        for name in dict.fromkeys([*one, *other]):
-            if not equal_values(one.get(name), other.get(name)):
-                raise ValueError(
-                    f"group {number} of the optimizer holds {first.key} and {member.key}, which had a {name} of "
-                    f"{one.get(name)} and of {other.get(name)} in the checkpoint. Put them into different groups, as before."
-                )
-    return None if first is None else saved.options[first.key]
 
 
 def _options_of_new_group(group: Mapping[str, Any], saved: SavedOptions) -> dict[str, Any]:

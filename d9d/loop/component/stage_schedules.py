@@ -6,7 +6,7 @@ from typing import Any, final
 from torch.optim import Optimizer
 
 from d9d.core.protocol import LRSchedulerProtocol
-from d9d.optim.named_state import GroupState, equal_values
+from d9d.optim.named_state import equal_values
 
 __all__ = ["StageSchedules"]
 
@@ -40,7 +40,7 @@ class StageSchedules:
         self._schedules = schedules
         self._saved: Mapping[str, _State] = {}
         self._num_saved_groups: Mapping[str, int] = {}
-        self._has_own_state: list[bool] = []
+        self._is_as_before: Sequence[bool] = ()
 
     def state_dict(self) -> dict[str, _State]:
         """Return the state of each schedule by its stage."""
@@ -49,15 +49,16 @@ class StageSchedules:
     def prepare_to_load(
         self,
         saved: Mapping[str, _State],
-        saved_groups: Mapping[str, Sequence[GroupState]],
-        groups: Sequence[Sequence[Sequence[str]]],
+        num_saved_groups: Mapping[str, int],
+        *,
+        is_as_before: Sequence[bool],
     ) -> None:
         """Decide what each schedule gets.
 
         Args:
             saved: States by stage.
-            saved_groups: Groups of the optimizers that they belonged to, by stage.
-            groups: Keys of the parameters of each group, for each optimizer of this rank.
+            num_saved_groups: Number of groups of the optimizers that they belonged to, by stage.
+            is_as_before: Whether a stage of this rank has the groups of parameters that it had.
 
         Raises:
             ValueError: If schedules of stages differ, and stages are not what they were.
@@ -65,12 +66,8 @@ class StageSchedules:
         if not saved:
             raise ValueError("the checkpoint holds no learning rate schedule, and so is none of a training job.")
         self._saved = saved
-        self._num_saved_groups = {stage: len(of_stage) for stage, of_stage in saved_groups.items()}
-        self._has_own_state = [
-            stage in saved
-            and [list(group["parameters"]) for group in saved_groups[stage]] == [list(keys) for keys in own]
-            for stage, own in zip(self._stages, groups, strict=True)
-        ]
+        self._num_saved_groups = num_saved_groups
+        self._is_as_before = is_as_before
         for position in range(len(self._stages)):
             self._state_of(position)
 
@@ -80,7 +77,7 @@ class StageSchedules:
             schedule.load_state_dict(self._state_of(position))
 
     def _state_of(self, position: int) -> _State:
-        if self._has_own_state[position]:
+        if self._is_as_before[position]:
             return self._saved[self._stages[position]]
         groups = self._optimizers[position].param_groups
         first, *others = self._saved.values()

@@ -19,12 +19,21 @@ from d9d.core.dist_context import DistributedContext
 from d9d.internals.stage_names import SavedNames, agree_on_names, stage_key
 from d9d.loop.component.stage_schedules import StageSchedules
 from d9d.loop.component.tracked_modules import StatefulPredicate, TrackedModules
-from d9d.optim import SavedOptions, load_named_state, named_groups, named_state, room_for_state
+from d9d.optim.named_state import (
+    OptimizerRecord,
+    SavedOptions,
+    describe_optimizer,
+    equal_values,
+    load_named_state,
+    named_state,
+    room_for_state,
+    state_problems,
+)
 from d9d.pipelining.training import PipelinedLRScheduler, PipelinedOptimizer
 
 __all__ = ["TrainedState"]
 
-_MODEL, _STATE, _GROUPS = "model", "optimizer.state", "optimizer.groups"
+_MODEL, _STATE, _RECORDS = "model", "optimizer.state", "optimizer.stages"
 _OF_STAGE = re.compile(r"stage [0-9]+: ")
 _NUM_NAMED = 8
 
@@ -95,13 +104,13 @@ class TrainedState:
         for module, keys in zip(self._modules, self._names.keys, strict=True):
             model |= {keys[name]: value for name, value in module.state_dict().items() if self._is_saved(name, module)}
         state: dict[str, Any] = {}
-        groups: dict[str, Any] = {}
+        records: dict[str, Document] = {}
         for stage, optimizer, keys in zip(self._names.stages, self._optimizers, self._keys, strict=True):
             state |= named_state(optimizer, keys)
-            groups[str(stage)] = Document(named_groups(optimizer, keys))
+            records[str(stage)] = Document(describe_optimizer(optimizer, keys))
         return {
             "model": model,
-            "optimizer": {"state": state, "groups": groups},
+            "optimizer": {"state": state, "stages": records},
             "lr_scheduler": {stage: Document(saved) for stage, saved in self._schedules.state_dict().items()},
             # The name is what is saved: it can be read before anything is loaded.
             "cut": {self.cut: 0},
@@ -122,12 +131,13 @@ class TrainedState:
             }
             plan.add_module(wanted, keys)
         state: dict[str, Any] = {}
-        for optimizer, keys in zip(self._optimizers, self._keys, strict=True):
+        for stage, optimizer, keys in zip(self._names.stages, self._optimizers, self._keys, strict=True):
             state |= room_for_state(optimizer, plan.saved_keys(keys), plan.options, plan.state_entry)
-            plan.tell_of_fresh_and_frozen(optimizer, keys)
-        groups = [_keys_by_group(optimizer, keys) for optimizer, keys in zip(self._optimizers, self._keys, strict=True)]
+            plan.add_optimizer(stage, optimizer, keys)
         plan.refuse_problems()
-        self._schedules.prepare_to_load(contents.documents("lr_scheduler"), plan.groups, groups)
+        num_groups = {stage: len(record["groups"]) for stage, record in plan.records.items()}
+        schedules = contents.documents("lr_scheduler")
+        self._schedules.prepare_to_load(schedules, num_groups, is_as_before=plan.is_as_before)
         return {"model": plan.model, "optimizer": {"state": state}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> list[str]:
@@ -140,7 +150,7 @@ class TrainedState:
             What the user should know about it.
 
         Raises:
-            ValueError: If parameters of one group of an optimizer had different options.
+            ValueError: If a module does not take its own entries back.
         """
         plan, self._plan = self._plan, None
         assert plan is not None  # prepare_to_load has come before
@@ -150,9 +160,11 @@ class TrainedState:
             if unexpected:
                 raise ValueError(f"{type(module).__name__} does not know its own entries {', '.join(unexpected)}.")
         told = list(plan.told)
-        for stage, optimizer, keys in zip(self._names.stages, self._optimizers, self._keys, strict=True):
-            saved_keys = plan.saved_keys(keys)
-            differences = load_named_state(optimizer, saved_keys, state_dict["optimizer"]["state"], plan.options)
+        state = state_dict["optimizer"]["state"]
+        for stage, optimizer, keys, others in zip(
+            self._names.stages, self._optimizers, self._keys, plan.others, strict=True
+        ):
+            differences = load_named_state(optimizer, plan.saved_keys(keys), state, plan.options, others)
             where = f"stage {stage}: " if self._names.num_stages > 1 else ""
             told += [f"{where}{difference}" for difference in differences]
         self._schedules.load()
@@ -161,10 +173,6 @@ class TrainedState:
     def may_be_left(self, key: str) -> bool:
         """Tell whether something that a checkpoint holds, and no rank asks for, is no mistake."""
         return self._plan is not None and self._plan.may_be_left(key)
-
-
-def _keys_by_group(optimizer: Optimizer, keys: Mapping[nn.Parameter, str]) -> list[list[str]]:
-    return [[keys[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
 
 
 class _LoadPlan:
@@ -182,13 +190,15 @@ class _LoadPlan:
         self._saved = {name.removeprefix(f"{_MODEL}.") for name in contents.names if name.startswith(f"{_MODEL}.")}
         self._known = {*names.parameters, *names.others, *(key for keys in names.aliases.values() for key in keys)}
         self._tables = {_OF_STAGE.sub("", key) for key in names.others}
-        self.groups: dict[str, list[dict[str, Any]]] = contents.documents(_GROUPS)
-        self.options = SavedOptions.of_groups(group for of_stage in self.groups.values() for group in of_stage)
+        self.records: dict[str, OptimizerRecord] = contents.documents(_RECORDS)
+        self.options = SavedOptions.of_optimizers(self.records.values())
         self._key_of_state = {
             f"{_STATE}.{key}.{name}": key for key, states in self.options.state_names.items() for name in states
         }
         self.model: dict[str, Any] = {}
         self.sources: list[dict[str, str]] = []
+        self.is_as_before: list[bool] = []
+        self.others: list[Mapping[str, Any]] = []
         self.problems: list[str] = []
         self.told: list[str] = []
         self._of_other_stages: list[str] = []
@@ -260,17 +270,35 @@ class _LoadPlan:
             self.problems.append(f"{full} is not in it, though the parameter had such a state")
         return self._contents.entry(full)
 
-    def tell_of_fresh_and_frozen(self, optimizer: Optimizer, keys: Mapping[nn.Parameter, str]) -> None:
-        """Note which parameters of a stage are trained now and were not before, and the other way round."""
-        groups = cast("list[dict[str, list[nn.Parameter]]]", optimizer.param_groups)
-        trained = {parameter for group in groups for parameter in group["params"]}
+    def add_optimizer(self, stage: int, optimizer: Optimizer, keys: Mapping[nn.Parameter, str]) -> None:
+        """Plan what the optimizer of a stage gets, and note which parameters are trained now and were not, or the other way."""
         saved_keys = self.saved_keys(keys)
-        here = {saved_keys[parameter] for parameter in trained}
-        self._tell(
-            "trained now, and not before; they start without state of the optimizer", here - self.options.options.keys()
+        self.problems += state_problems(optimizer, saved_keys, self.options)
+        groups = [[saved_keys[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
+        record = self.records.get(str(stage))
+        self.is_as_before.append(
+            record is not None and [list(each["parameters"]) for each in record["groups"]] == groups
         )
+        self.others.append(self._others(record if record is not None and self.is_as_before[-1] else None, optimizer))
+        here = {key for group in groups for key in group}
+        fresh = here - self.options.options.keys()
+        self._tell("trained now, and not before; they start without state of the optimizer", fresh)
         frozen = (set(saved_keys.values()) & self.options.options.keys()) - here
         self._tell("trained before, and not now; their state of the optimizer is left out", frozen)
+
+    def _others(self, own: OptimizerRecord | None, optimizer: Optimizer) -> Mapping[str, Any]:
+        """Return what an optimizer has beside state of parameters: its own, or what all have."""
+        if own is not None:
+            return own["others"]
+        kind = type(optimizer).__qualname__
+        all_others = [record["others"] for record in self.records.values() if record["kind"] == kind]
+        if not all(equal_values(all_others[0], others) for others in all_others):
+            names = sorted({name for others in all_others for name in others})
+            self.problems.append(
+                f"the optimizers of the stages differ there in {', '.join(names)}, so it is not known how those of other stages "
+                f"go on: cut the model into the same stages"
+            )
+        return all_others[0] if all_others else {}
 
     def _tell(self, what: str, names: Collection[str]) -> None:
         if names:
@@ -290,7 +318,7 @@ class _LoadPlan:
 
     def may_be_left(self, key: str) -> bool:
         """Tell whether it is right that no rank asks for something."""
-        if key.startswith((f"{_GROUPS}.", "lr_scheduler.", "cut.")):
+        if key.startswith((f"{_RECORDS}.", "lr_scheduler.", "cut.")):
             return True  # read before, or there to be read by people
         if self._allows_changes and key.startswith((f"{_MODEL}.", f"{_STATE}.")):
             return True

@@ -11,12 +11,14 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from d9d.optim.named_state import (
     SavedOptions,
+    describe_optimizer,
     equal_values,
     load_named_state,
-    named_groups,
     named_state,
     room_for_state,
+    state_problems,
 )
+from d9d.optim.stochastic import StochasticAdamW
 
 Keys = dict[nn.Parameter, str]
 
@@ -38,9 +40,12 @@ def step(named: dict[str, nn.Parameter], optimizer: Optimizer, *, without: tuple
 
 def move(source: Optimizer, source_keys: Keys, target: Optimizer, target_keys: Keys) -> list[str]:
     """Load what a checkpoint would hold, which has no documents any more when it was read."""
-    saved = SavedOptions.of_groups(named_groups(source, source_keys))
-    state = copy.deepcopy(named_state(source, source_keys))
-    return load_named_state(target, target_keys, state, saved)
+    record = copy.deepcopy(describe_optimizer(source, source_keys))
+    saved = SavedOptions.of_optimizers([record])
+    assert state_problems(target, target_keys, saved) == []
+    return load_named_state(
+        target, target_keys, copy.deepcopy(named_state(source, source_keys)), saved, record["others"]
+    )
 
 
 def test_another_order_of_parameters_goes_on_as_if_nothing_had_happened():
@@ -62,7 +67,7 @@ def test_a_parameter_without_gradients_has_no_state_and_starts_fresh():
     optimizer = AdamW(first.values(), lr=0.1)
     step(first, optimizer, without=("unused",))
     assert list(named_state(optimizer, keys_of(first))) == ["used"]
-    assert named_groups(optimizer, keys_of(first))[0]["parameters"] == {
+    assert describe_optimizer(optimizer, keys_of(first))["groups"][0]["parameters"] == {
         "used": ["step", "exp_avg", "exp_avg_sq"],
         "unused": [],
     }
@@ -89,8 +94,35 @@ def test_saved_options_win_and_that_is_told():
 def test_parameters_with_different_options_cannot_be_one_group():
     first, second = parameters("a", "b"), parameters("a", "b")
     optimizer = AdamW([{"params": [first["a"]], "weight_decay": 0.1}, {"params": [first["b"]], "weight_decay": 0.0}])
-    with pytest.raises(ValueError, match=r"group 0 .* holds a and b, which had a weight_decay of 0\.1 and of 0\.0 in"):
-        move(optimizer, keys_of(first), AdamW(second.values()), keys_of(second))
+    saved = SavedOptions.of_optimizers([describe_optimizer(optimizer, keys_of(first))])
+    (problem,) = state_problems(AdamW(second.values()), keys_of(second), saved)
+    assert problem.startswith(
+        "group 0 of the optimizer holds a and b, which have a weight_decay of 0.1 and of 0.0 there"
+    )
+
+
+def test_another_optimizer_is_named():
+    first, second = parameters("a"), parameters("a")
+    saved = SavedOptions.of_optimizers([describe_optimizer(AdamW(first.values()), keys_of(first))])
+    problems = state_problems(SGD(second.values()), keys_of(second), saved)
+    assert problems == ["the optimizer of a is AdamW there, and SGD in the job"]
+
+
+def test_a_generator_comes_back():
+    def build(named: dict[str, nn.Parameter]) -> StochasticAdamW:
+        return StochasticAdamW(named.values(), lr=0.1, generator=torch.Generator().manual_seed(1))
+
+    first, second = parameters("a", dtype=torch.bfloat16), parameters("a", dtype=torch.bfloat16)
+    optimizer, other = build(first), build(second)
+    step(first, optimizer)
+    with torch.no_grad():
+        second["a"].copy_(first["a"])
+    move(optimizer, keys_of(first), other, keys_of(second))
+    for _ in range(3):
+        step(first, optimizer)
+        step(second, other)
+    assert torch.equal(first["a"], second["a"])
+    assert other.state[second["a"]]["exp_avg"].dtype == torch.float32
 
 
 def test_a_group_that_is_new_is_where_the_schedule_is():
@@ -129,7 +161,7 @@ def test_state_keeps_its_dtype():
 def test_room_is_laid_out_like_the_parameter():
     named = parameters("a", dtype=torch.bfloat16)
     optimizer = AdamW(named.values())
-    saved = SavedOptions({"a": ["step", "exp_avg", "odd"]}, {"a": {}})
+    saved = SavedOptions({"a": ["step", "exp_avg", "odd"]}, {"a": {}}, {"a": "AdamW"})
     entries = {
         "step": TensorStorageMetadata(_properties(torch.float32), torch.Size(()), []),
         "exp_avg": TensorStorageMetadata(_properties(torch.float32), torch.Size((3, 2)), []),
@@ -150,7 +182,7 @@ def test_a_parameter_of_nobody_is_refused():
     with pytest.raises(
         ValueError, match=r"group 0 of AdamW has a parameter of shape \(3, 2\) that is not in the model"
     ):
-        named_groups(AdamW(named.values()), {named["a"]: "a"})
+        describe_optimizer(AdamW(named.values()), {named["a"]: "a"})
 
 
 def test_values_are_compared_by_content():

@@ -343,6 +343,45 @@ def test_lists_of_groups_need_as_many_groups(tmp_path: Path):
         Job(Stage("0", "1"), build=two_groups, schedule=plateau).load(tmp_path)
 
 
+class WithNumber(AdamW):
+    """Has state of its own, of no parameter."""
+
+    number = 0.0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "number": self.number}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.number = state_dict.pop("number")
+        super().load_state_dict(state_dict)
+
+
+def test_state_of_no_parameter_is_that_of_the_stage_or_of_all(tmp_path: Path):
+    first = Job(Stage("0"), Stage("1"), build=WithNumber)
+    for optimizer in first.optimizers:
+        optimizer.number = 3.0
+    first.save(tmp_path / "same")
+    second = Job(Stage("0", "1"), build=WithNumber)
+    second.load(tmp_path / "same")
+    assert second.optimizers[0].number == 3.0
+    first.optimizers[1].number = 4.0
+    first.save(tmp_path / "different")
+    third = Job(Stage("0"), Stage("1"), build=WithNumber)
+    third.load(tmp_path / "different")
+    assert [optimizer.number for optimizer in third.optimizers] == [3.0, 4.0]
+    with pytest.raises(ValueError, match="the optimizers of the stages differ there in number"):
+        second.load(tmp_path / "different")
+
+
+def test_another_optimizer_is_refused_before_anything_is_changed(tmp_path: Path):
+    Job(Stage("0")).train().save(tmp_path)
+    second = Job(Stage("0"), build=lambda parameters, lr: torch.optim.SGD(parameters, lr=lr))
+    before = second.weights()
+    with pytest.raises(ValueError, match=r"optimizer of layers\.0\.weight is AdamW there, and SGD in the job"):
+        second.load(tmp_path)
+    check_equal(second.weights(), before)
+
+
 def save_as_before(job: Job, folder: Path, *, ranks: Sequence[Sequence[int]]) -> None:
     """Save in the layout in which stages had keys of their places, state was numbered, and groups were taken apart."""
     places = {f"pp_{rank}_stage_{index}": stage for rank, of in enumerate(ranks) for index, stage in enumerate(of)}
