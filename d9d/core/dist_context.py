@@ -15,10 +15,12 @@ import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch.distributed.device_mesh import DeviceMesh
 
+from d9d.core.agreement import agree_on
 from d9d.core.device import communication_backend, local_device, resolve_device_type, synchronize
 from d9d.core.failures.activity import Activity
 from d9d.core.launch import LaunchEnvironment
 from d9d.core.mesh_groups import GroupPool, RankLayout
+from d9d.core.participants import Participants
 
 REGULAR_DOMAIN = "regular"
 """Every degree a dimension of its own: ``pp, dp_replicate, dp_shard, cp_shard, cp_replicate, tp``."""
@@ -241,7 +243,7 @@ class DistributedContext:
 
         Raises:
             ValueError: If the degrees do not fit the number of processes, or the environment is malformed. Raised
-                before any process group exists.
+                before any process group exists. Also if ranks have other degrees, on all of them.
         """
         self._params = params
         self._launch = LaunchEnvironment.read()
@@ -258,6 +260,8 @@ class DistributedContext:
         if params.is_distributed:
             self._launch.ensure_process_group(communication_backend(device.type))
             self._pool = GroupPool()
+            # Before there are groups: ranks with other degrees would wait for groups that nobody else makes.
+            agree_on(Participants(self._pool.groups), "the mesh", params.model_dump(), "Give all ranks the same mesh.")
             self._meshes = _build_meshes(params, self._layout, self._pool, device.type)
             data_ranks = self._layout.peers(tuple(name for name in params.root_shape if name != "tp"))
             self._data_group = self._pool.group(data_ranks, "data")

@@ -79,6 +79,32 @@ class LaunchEnvironment:
         atexit.register(_leave_process_group)
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RestartEnvironment:
+    """Which attempt at the job this process belongs to, where torchrun starts it again when it fails."""
+
+    run_id: str
+    """Of the job; "none" where nobody has named it."""
+    attempt: int
+    """How often it was restarted."""
+    max_restarts: int
+    """How often it may be; 0 also where nobody restarts it."""
+
+    @classmethod
+    def read(cls) -> Self:
+        """Read the environment.
+
+        Raises:
+            ValueError: With all malformed variables.
+        """
+        problems: list[str] = []
+        attempt = _integer("TORCHELASTIC_RESTART_COUNT", 0, 0, problems)
+        max_restarts = _integer("TORCHELASTIC_MAX_RESTARTS", 0, 0, problems)
+        if problems:
+            raise ValueError(f"Malformed launch environment: {'; '.join(problems)}.")
+        return cls(run_id=os.environ.get("TORCHELASTIC_RUN_ID", "none"), attempt=attempt, max_restarts=max_restarts)
+
+
 def _leave_process_group() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -220,6 +220,12 @@ class CheckpointingConfig(BaseModel):
         "refuses to resume, 'allow' keeps the first values of new ones and leaves out old ones, and tells which. Default: "
         "raise, since a name that has changed would lose what was trained.",
     )
+    max_restarts_without_progress: int = Field(
+        default=3,
+        ge=0,
+        description="Restarts in a row by torchrun --max-restarts that may find no newer checkpoint than the attempt before. "
+        "Default 3: a machine may fail twice, a job that fails at one place each time has to be mended.",
+    )
 
 
 class LossSpikeConfig(BaseModel):

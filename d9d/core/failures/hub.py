@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import final
 
 from d9d.core.failures.channel import Channel, Message, listen
-from d9d.core.failures.report import Failure
+from d9d.core.failures.report import Failure, spans
 
 __all__ = ["Hub"]
 
@@ -164,17 +164,6 @@ class Hub:
             self._failure = self._decide(failure)
             self._inquiry = None
             self._broadcast(Message("failed", self._failure.rank, self._failure.to_json()))
-
-
-def spans(ranks: list[int]) -> str:
-    """Return ascending ranks as text, those in a row as one: ``0-2, 5``."""
-    parts: list[tuple[int, int]] = []
-    for rank in ranks:
-        if parts and parts[-1][1] == rank - 1:
-            parts[-1] = parts[-1][0], rank
-        else:
-            parts.append((rank, rank))
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)
 
 
 def _unaccounted(rank: int, place: str) -> str:

@@ -5,7 +5,7 @@ from typing import NamedTuple, Self
 
 import torch.distributed as dist
 
-__all__ = ["Failure", "JobFailedError", "described", "is_echo", "is_timeout"]
+__all__ = ["Failure", "JobFailedError", "described", "is_echo", "is_timeout", "spans"]
 
 _MAX_CHARACTERS = 6_000
 """Of a failure that is sent around: a message may hold a whole program."""
@@ -54,3 +54,14 @@ def is_echo(error: BaseException | None) -> bool:
 def is_timeout(error: BaseException) -> bool:
     """Tell whether an error may come from a collective that has taken longer than its limit."""
     return is_echo(error) and any(word in str(error) for word in ("imed out", "timeout", "Timeout"))
+
+
+def spans(ranks: list[int]) -> str:
+    """Return ascending ranks as text, those in a row as one: ``0-2, 5``."""
+    parts: list[tuple[int, int]] = []
+    for rank in ranks:
+        if parts and parts[-1][1] == rank - 1:
+            parts[-1] = parts[-1][0], rank
+        else:
+            parts.append((rank, rank))
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)

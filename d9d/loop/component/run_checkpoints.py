@@ -6,7 +6,9 @@ import torch.distributed as dist
 
 from d9d.checkpoint import CheckpointFolder, OnCorrupt, SavedCheckpoint, find_checkpoint
 from d9d.core.dist_context import DistributedContext
+from d9d.core.launch import RestartEnvironment
 from d9d.core.participants import Participants
+from d9d.loop.component.restarts import refuse_restarts_without_progress
 from d9d.loop.config import CheckpointingConfig
 
 __all__ = ["STATE_KEY", "RunCheckpoints"]
@@ -33,6 +35,7 @@ class RunCheckpoints:
         self.participants = Participants([] if self.group is None else [self.group])
         self._logger = dist_context.logger
         self._on_corrupt: OnCorrupt = config.on_corrupt
+        self._max_restarts_without_progress = config.max_restarts_without_progress
         self._verified: SavedCheckpoint | None = None
 
     def newest(self) -> SavedCheckpoint | None:
@@ -45,3 +48,20 @@ class RunCheckpoints:
             self.folder, self.participants, self._on_corrupt, self._logger, verified=self._verified
         )
         return self._verified
+
+    def count_restart(self) -> None:
+        """Refuse to start a job that was restarted too often without progress. All ranks must call it; blocks.
+
+        Raises:
+            RuntimeError: It was; see ``checkpointing.max_restarts_without_progress``.
+        """
+        newest = self.newest()
+        with self.participants.failing_together():
+            if self.participants.rank == 0:
+                refuse_restarts_without_progress(
+                    self.save_dir,
+                    None if newest is None else newest.step,
+                    self._max_restarts_without_progress,
+                    RestartEnvironment.read(),
+                    self._logger,
+                )

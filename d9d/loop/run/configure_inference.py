@@ -101,6 +101,7 @@ class InferenceConfigurator:
             context, self._data_provider(InitializeDataProviderContext(dist_context=context))
         )
         checkpoints = RunCheckpoints(context, self._config.checkpointing, run_name=None)
+        checkpoints.count_restart()
         restore_data_position(checkpoints, stream, refuse_training_checkpoint)
         bus.trigger(EVENT_INFERENCE_DATA_STREAM_READY, EventDataStreamReadyContext(stream=stream))
         schedule = build_job_schedule(context, self._config.schedule, stream)

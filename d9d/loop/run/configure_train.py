@@ -66,6 +66,7 @@ from d9d.loop.event.catalogue.train import (
     EventLRSchedulerReadyContext,
     EventOptimizerReadyContext,
 )
+from d9d.loop.run.job_agreement import agree_on_data, agree_on_parts
 from d9d.loop.run.job_start import start_job
 from d9d.loop.run.job_state import CheckpointedState, RandomState
 from d9d.loop.run.train import Trainer, TrainJobState
@@ -126,9 +127,11 @@ class TrainingConfigurator:
             context, self._data_provider(InitializeDataProviderContext(dist_context=context))
         )
         checkpoints = RunCheckpoints(context, self._config.checkpointing, self._config.run.name)
+        checkpoints.count_restart()
         restore_data_position(checkpoints, stream, refuse=lambda keys: None)
         bus.trigger(EVENT_TRAIN_DATA_STREAM_READY, EventDataStreamReadyContext(stream=stream))
         schedule = build_job_schedule(context, self._config.schedule, stream)
+        agree_on_data(context, stream, schedule)
         agreement = PeerAgreement(context, stream, schedule, self._config.data_agreement)
         bus.subscribe(EVENT_TRAIN_STEP_PRE, agreement.check)
         pipeline, modules = self._build_stages(context, bus)
@@ -176,6 +179,7 @@ class TrainingConfigurator:
         gc = ManualGarbageCollector(context, config.gc, schedule)
         progress = TrainingProgress(context, schedule, sample_count_of(stream))
         hparams = _merged(task.dump_hparams(), self._model_provider.dump_hparams())
+        agree_on_parts(context, metrics.children, hparams)
         logger = JobLogger(context, config.logging, metrics, schedule, config.run, hparams, progress)
         parts: dict[str, Any] = {
             "schedule": schedule,

@@ -4,6 +4,7 @@ from d9d.core.dist_context import DeviceMeshParameters, DistributedContext
 from d9d.internals.determinism import set_seeds
 from d9d.loop.component import TimeoutManager
 from d9d.loop.config import InferenceConfig, TrainerConfig
+from d9d.loop.run.job_agreement import agree_on_config
 from d9d.loop.run.job_check import refuse_problems
 
 
@@ -18,11 +19,12 @@ def start_job(
         data_provider: Checked against the mesh if it offers that.
 
     Raises:
-        ValueError: With all problems of the configuration, before any process group exists.
+        ValueError: With all problems of the configuration, before any process group exists; or if ranks have others.
     """
     refuse_problems(mesh, config, data_provider)
     context = mesh.build()
     set_seeds(context, config.determinism.base_seed)
     timeouts = TimeoutManager(context, config.timeout)
     timeouts.set_init()
+    agree_on_config(context, config)
     return context, timeouts

@@ -48,6 +48,7 @@ from d9d.loop.event.catalogue.train import (
     EventPreemptedContext,
     EventTrainReadyContext,
 )
+from d9d.loop.run.job_agreement import agree_on_resume
 from d9d.loop.run.job_state import CheckpointedState
 from d9d.model_state.io.save import BackgroundExport
 from d9d.pipelining.failure import naming_failed_peers
@@ -105,6 +106,7 @@ class Trainer:
     def _train(self, watch: JobWatch) -> None:
         job = self._state
         job.checkpointer.load_last_checkpoint(job.checkpointed)
+        agree_on_resume(job.dist_context, job.schedule.state_dict())
         if job.schedule.current_step >= job.schedule.total_steps:
             job.dist_context.logger.info("the job is complete: %d steps are done", job.schedule.current_step)
             return

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from d9d.core.failures.activity import Activity, describe_stack
 from d9d.core.failures.channel import Channel, Message
 from d9d.core.failures.error_file import recording_errors, write_error_file
-from d9d.core.failures.hub import Hub, spans
-from d9d.core.failures.report import Failure, JobFailedError, is_echo, is_timeout
+from d9d.core.failures.hub import Hub
+from d9d.core.failures.report import Failure, JobFailedError, is_echo, is_timeout, spans
 
 LIMIT_S = 30.0
 

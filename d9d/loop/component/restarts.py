@@ -1,0 +1,81 @@
+"""Stop a job that is restarted again and again, and never gets any further."""
+
+import json
+import logging
+from pathlib import Path
+from typing import NamedTuple
+
+from d9d.core.launch import RestartEnvironment
+
+__all__ = ["RECORD_NAME", "refuse_restarts_without_progress"]
+
+RECORD_NAME = "restarts.json"
+"""File beside the checkpoints of a run."""
+
+
+class _Record(NamedTuple):
+    """What the attempt before has left."""
+
+    run_id: str
+    attempt: int
+    step: int | None
+    """Step of the newest checkpoint when it started; None: there was none."""
+    num_without_progress: int
+    """Restarts in a row, up to that attempt, that found no newer checkpoint than the attempt before."""
+
+
+def refuse_restarts_without_progress(
+    folder: Path, newest_step: int | None, limit: int, environment: RestartEnvironment, logger: logging.Logger
+) -> None:
+    """Count a start of the job, and refuse it if too many restarts in a row have found no newer checkpoint.
+
+    Does nothing where nobody restarts jobs. One rank calls it, for all.
+
+    Args:
+        folder: Of the checkpoints of the run.
+        newest_step: Step of the newest checkpoint; None: there is none.
+        limit: Restarts in a row without progress that are allowed.
+        environment: Which attempt this is.
+        logger: Told of restarts.
+
+    Raises:
+        RuntimeError: It was restarted too often without getting any further.
+        OSError: The count cannot be written.
+    """
+    if environment.max_restarts == 0:
+        return
+    before = _read(folder / RECORD_NAME)
+    num_without_progress = 0
+    if before is not None and before.run_id == environment.run_id and before.attempt < environment.attempt:
+        is_further = newest_step is not None and (before.step is None or newest_step > before.step)
+        num_without_progress = 0 if is_further else before.num_without_progress + 1
+    _write(folder / RECORD_NAME, _Record(environment.run_id, environment.attempt, newest_step, num_without_progress))
+    reached = (
+        "there is no checkpoint yet" if newest_step is None else f"the newest checkpoint is that of step {newest_step}"
+    )
+    if environment.attempt > 0:
+        logger.info("restart %d of the job: %s", environment.attempt, reached)
+    if num_without_progress > limit:
+        raise RuntimeError(
+            f"the job was restarted {num_without_progress} times in a row without a newer checkpoint ({reached}), so it fails at "
+            f"the same place each time: see the first error of each attempt. Mend that and start the job again, save more often "
+            f"(checkpointing.period_steps), or allow more restarts (checkpointing.max_restarts_without_progress, now {limit})."
+        )
+
+
+def _read(path: Path) -> _Record | None:
+    try:
+        match json.loads(path.read_text()):
+            case [str(run_id), int(attempt), int() | None as step, int(num_without_progress)]:
+                return _Record(run_id, attempt, step, num_without_progress)
+            case _:
+                return None
+    except (FileNotFoundError, ValueError):
+        return None  # the first attempt, or one that was killed before this file was renamed into place
+
+
+def _write(path: Path, record: _Record) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(record))
+    temporary.replace(path)

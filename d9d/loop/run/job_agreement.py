@@ -1,0 +1,64 @@
+"""What all ranks of a job must have in common, compared when it starts and when it resumes."""
+
+from collections.abc import Iterable, Mapping
+from importlib.metadata import distributions
+from typing import cast
+
+import torch
+
+from d9d.core.agreement import agree_on
+from d9d.core.dist_context import DistributedContext
+from d9d.core.participants import Participants
+from d9d.dataset.pack_stream import state_is_collective
+from d9d.loop.component import JobSchedule
+from d9d.loop.component.data_stream import DataParallelMicrobatchPackStream
+from d9d.loop.config import InferenceConfig, TrainerConfig
+
+__all__ = ["agree_on_config", "agree_on_data", "agree_on_parts", "agree_on_resume"]
+
+_OF_SINGLE_RANKS = {"logging": {"tracker"}, "profiling": {"traces_dir"}}
+"""What only rank 0 reads, or each machine for itself."""
+_MEND = "Start all ranks with the same code, the same config and the same environment."
+
+
+def agree_on_config(context: DistributedContext, config: TrainerConfig | InferenceConfig) -> None:
+    """Compare the config, and the versions of what runs it. All ranks must call it; blocks.
+
+    Raises:
+        ValueError: On all ranks, naming the fields that differ; so do the others.
+    """
+    root = "trainer" if isinstance(config, TrainerConfig) else "inference"
+    fields = config.model_dump(mode="json", exclude=_OF_SINGLE_RANKS)
+    own = [distribution.version for distribution in distributions(name="d9d-lightning")]  # none in a mere checkout
+    versions = {"torch": torch.__version__, "d9d-lightning": own}
+    agree_on(_all_ranks(context), "their configuration", {root: fields, "version": versions}, _MEND)
+
+
+def agree_on_data(context: DistributedContext, stream: DataParallelMicrobatchPackStream, schedule: JobSchedule) -> None:
+    """Compare how many steps there are and, where it is the same on all ranks, the position in the data.
+
+    All ranks must call it; blocks.
+    """
+    facts: dict[str, object] = {"schedule.total_steps": schedule.total_steps}
+    if stream.has_rank_invariant_state and not state_is_collective(stream.inner):
+        state = stream.inner.state_dict()
+        facts["data"] = {name: value for name, value in state.items() if isinstance(value, str | int | float)}
+    mend = "Let the data provider build the same data on every rank, or set schedule.total_steps. The stream gives each rank its share."
+    agree_on(_all_ranks(context), "their data", facts, mend)
+
+
+def agree_on_parts(context: DistributedContext, metrics: Iterable[str], hparams: Mapping[str, object]) -> None:
+    """Compare metrics, whose values are exchanged in order, and hyper-parameters. All ranks must call it; blocks."""
+    facts = {"metrics": list(metrics), "hparams": hparams}
+    mend = "create_metrics() and dump_hparams() must not depend on the rank, in a pipeline neither on the stage."
+    agree_on(_all_ranks(context), "the parts of the job", facts, mend)
+
+
+def agree_on_resume(context: DistributedContext, state: Mapping[str, object]) -> None:
+    """Compare where ranks go on, after a checkpoint was loaded. All ranks must call it; blocks."""
+    mend = "All ranks must see the same checkpoints: is checkpointing.save_dir on a file system that they share?"
+    agree_on(_all_ranks(context), "where the job goes on", cast("dict[str, object]", state), mend)
+
+
+def _all_ranks(context: DistributedContext) -> Participants:
+    return Participants(context.groups[:1])

@@ -1,0 +1,44 @@
+"""Ranks that do not agree: all of them hear of each difference by name."""
+
+import pytest
+import torch.distributed as dist
+
+from d9d.core.agreement import agree_on
+from d9d.core.dist_context import DeviceMeshParameters
+from d9d.core.participants import Participants
+
+
+def all_ranks() -> Participants:
+    world = dist.group.WORLD
+    assert world is not None
+    return Participants([world])
+
+
+def test_a_process_agrees_with_itself():
+    agree_on(Participants(), "x", {"a": object()}, "Mend it.")
+
+
+@pytest.mark.world_size(4)
+def test_each_difference_is_named_with_its_ranks():
+    rank = dist.get_rank()
+    same = {"a": 1, "nested": {"b": [1, 2], "empty": {}}}
+    agree_on(all_ranks(), "x", same, "Mend it.")
+    facts = {**same, "steps": 12 if rank == 1 else 10, "nested": {"b": [1, 2 if rank < 2 else 3]}}
+    if rank == 3:
+        facts["only here"] = None
+    with pytest.raises(ValueError, match="ranks do not agree") as error:
+        agree_on(all_ranks(), "the plan", facts, "Mend it.")
+    assert str(error.value).splitlines() == [
+        "ranks do not agree on the plan:",
+        "- nested.b: [1, 2] on ranks 0-1; [1, 3] on ranks 2-3",
+        "- steps: 10 on ranks 0, 2-3; 12 on rank 1",
+        "- only here: nothing on ranks 0-2; null on rank 3",
+        "Mend it.",
+    ]
+
+
+@pytest.mark.world_size(2)
+def test_ranks_with_other_meshes_are_refused_before_they_have_groups():
+    degrees = ("data_parallel_replicate", "pipeline_parallel")
+    with pytest.raises(ValueError, match="pipeline_parallel: 1 on rank 0; 2 on rank 1"):
+        DeviceMeshParameters.model_validate({degrees[dist.get_rank()]: 2}).build()
