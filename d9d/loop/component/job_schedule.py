@@ -4,8 +4,9 @@ from typing import Any
 
 from torch.distributed.checkpoint.stateful import Stateful
 
+from d9d.core.agreement import agree_on
 from d9d.core.dist_context import DistributedContext
-from d9d.core.dist_ops import all_gather_object
+from d9d.core.participants import Participants
 from d9d.core.protocol import MicrobatchPackStream
 from d9d.internals.model_states import failing_together
 from d9d.loop.config import JobScheduleConfig, StepActionPeriod, StepActionSpecial
@@ -114,12 +115,10 @@ def build_job_schedule(
     """
     with failing_together(context):
         schedule = JobSchedule(config, stream)
-    if context.is_distributed:
-        counts = all_gather_object(schedule.total_steps, context.groups[0])
-        if len(set(counts)) > 1:
-            raise ValueError(
-                f"the data streams of the ranks end after different steps, from {min(counts)} to {max(counts)}: the others "
-                f"would wait for ranks that are through. Set schedule.total_steps to {min(counts)} at most, or give all ranks "
-                "equally much data."
-            )
+    agree_on(
+        Participants(context.groups[:1]),
+        "the steps of the job",
+        {"schedule.total_steps": schedule.total_steps},
+        "Ranks would wait for those that are through: set schedule.total_steps to the lowest, or give all ranks equally much data.",
+    )
     return schedule

@@ -131,7 +131,7 @@ class TrainingConfigurator:
         restore_data_position(checkpoints, stream, refuse=lambda keys: None)
         bus.trigger(EVENT_TRAIN_DATA_STREAM_READY, EventDataStreamReadyContext(stream=stream))
         schedule = build_job_schedule(context, self._config.schedule, stream)
-        agree_on_data(context, stream, schedule)
+        agree_on_data(context, stream)
         agreement = PeerAgreement(context, stream, schedule, self._config.data_agreement)
         bus.subscribe(EVENT_TRAIN_STEP_PRE, agreement.check)
         pipeline, modules = self._build_stages(context, bus)

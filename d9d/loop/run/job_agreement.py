@@ -10,7 +10,6 @@ from d9d.core.agreement import agree_on
 from d9d.core.dist_context import DistributedContext
 from d9d.core.participants import Participants
 from d9d.dataset.pack_stream import state_is_collective
-from d9d.loop.component import JobSchedule
 from d9d.loop.component.data_stream import DataParallelMicrobatchPackStream
 from d9d.loop.config import InferenceConfig, TrainerConfig
 
@@ -34,16 +33,13 @@ def agree_on_config(context: DistributedContext, config: TrainerConfig | Inferen
     agree_on(_all_ranks(context), "their configuration", {root: fields, "version": versions}, _MEND)
 
 
-def agree_on_data(context: DistributedContext, stream: DataParallelMicrobatchPackStream, schedule: JobSchedule) -> None:
-    """Compare how many steps there are and, where it is the same on all ranks, the position in the data.
-
-    All ranks must call it; blocks.
-    """
-    facts: dict[str, object] = {"schedule.total_steps": schedule.total_steps}
+def agree_on_data(context: DistributedContext, stream: DataParallelMicrobatchPackStream) -> None:
+    """Compare the position in the data, where it is the same on all ranks. All ranks must call it; blocks."""
+    facts: dict[str, object] = {"one position for all ranks": stream.has_rank_invariant_state}
     if stream.has_rank_invariant_state and not state_is_collective(stream.inner):
         state = stream.inner.state_dict()
-        facts["data"] = {name: value for name, value in state.items() if isinstance(value, str | int | float)}
-    mend = "Let the data provider build the same data on every rank, or set schedule.total_steps. The stream gives each rank its share."
+        facts |= {f"data.{name}": value for name, value in state.items() if isinstance(value, str | int | float)}
+    mend = "Let the data provider build the same stream on every rank, which gives each of them its share."
     agree_on(_all_ranks(context), "their data", facts, mend)
 
 
