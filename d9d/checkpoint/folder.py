@@ -10,24 +10,43 @@ every moment a process may be killed:
 - a checkpoint that goes loses its name first.
 
 One process does all this, rank 0, and tells the others.
+
+[Note: one job at a time]
+A job that saves holds a lock of the folder: another one would remove what it is writing. Whoever only reads takes none, and sees
+complete checkpoints alone. The lock is waited for: when a job is killed, its data loaders need some seconds to notice.
 """
 
+import contextlib
 import dataclasses
+import errno
 import logging
+import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from pathlib import Path
-from typing import final
+from typing import Literal, final
 
 from d9d.checkpoint.record import RECORD_NAME, CommitRecord
 from d9d.checkpoint.writer import sync_folder
+from d9d.core.directory_lock import DirectoryLock
 
-__all__ = ["CheckpointFolder", "Probe", "SavedCheckpoint", "has_record", "ignore_points", "write_record"]
+__all__ = [
+    "CheckpointFolder",
+    "Probe",
+    "SavedCheckpoint",
+    "has_record",
+    "ignore_points",
+    "make_folder",
+    "write_record",
+]
 
 _NAME = re.compile(r"save-(0|[1-9][0-9]*)")
 _OTHER_NAMES = re.compile(r"save-(0|[1-9][0-9]*)\.(partial|replaced|removed)")
+
+_LOCK_NAME = ".lock"
+_LOCK_WAIT_S = 15.0
 
 Probe = Callable[[str], None]
 """Called at each point of a save, by name: for tests that stop a process there."""
@@ -59,31 +78,61 @@ class CheckpointFolder:
         path: Folder of the run; it need not exist.
         logger: Where to tell what was left alone or could not be removed.
         probe: Called at points of a commit, for tests.
+        share_with_group: Let the group of the user into folders that are made, see `make_folder`.
     """
 
-    def __init__(self, path: Path, logger: logging.Logger, probe: Probe = ignore_points) -> None:
+    def __init__(
+        self, path: Path, logger: logging.Logger, probe: Probe = ignore_points, *, share_with_group: bool = False
+    ) -> None:
         self.path = path
+        self._share_with_group = share_with_group
+        self._is_locked = False
         self.logger = logger
         """Where to tell what was left alone or went wrong."""
         self._probe = probe
         self._told: set[Path] = set()
 
+    @contextlib.contextmanager
+    def locked(self) -> Generator[None]:
+        """Keep other jobs from saving here while the block runs. See [Note: one job at a time].
+
+        Raises:
+            OSError: If another job does.
+        """
+        if self._is_locked:
+            yield
+            return
+        make_folder(self.path, share_with_group=self._share_with_group)
+        lock = DirectoryLock(
+            self.path / _LOCK_NAME,
+            f"another job that saves checkpoints to {self.path}",
+            "Wait for its end, or give this one another name (run.name).",
+            wait_s=_LOCK_WAIT_S,
+        )
+        self._is_locked = True
+        try:
+            yield
+        finally:
+            self._is_locked = False
+            lock.release()
+
     def begin(self, step: int) -> Path:
         """Make an empty folder to write a checkpoint to, and remove what other saves have left.
 
         Raises:
-            OSError: If that fails, or something else has the name of the checkpoint.
+            OSError: If that fails, another job saves here, or something else has the name of the checkpoint.
         """
-        if not self.path.is_dir():
-            self.path.mkdir(parents=True, exist_ok=True)
-            sync_folder(self.path.parent)
+        with self.locked():
+            return self._begin(step)
+
+    def _begin(self, step: int) -> Path:
         self.recover()
         for leftover in self._real_folders(_OTHER_NAMES):
             shutil.rmtree(leftover, ignore_errors=True)
         final_path, partial = self.final_path(step), self.partial_path(step)
         if final_path.is_symlink() or (final_path.exists() and not final_path.is_dir()):
             raise FileExistsError(f"{final_path} is no folder. Remove what has the name of the checkpoint.")
-        partial.mkdir()
+        make_folder(partial, share_with_group=self._share_with_group)
         return partial
 
     def partial_path(self, step: int) -> Path:
@@ -128,12 +177,22 @@ class CheckpointFolder:
     def recover(self) -> None:
         """Give checkpoints that are complete their names, where a save was killed before it could.
 
-        Call it before the first look at a folder, where no save is in progress.
+        Call it before the first look at a folder. Where another job saves meanwhile, it is left to that one.
 
         Raises:
             OSError: If one cannot be renamed.
         """
-        for path in self._real_folders(_OTHER_NAMES):
+        left = self._real_folders(_OTHER_NAMES)
+        if not left:
+            return  # a folder that may only be read need not be locked
+        try:
+            with self.locked():
+                self._recover(left)
+        except BlockingIOError as error:
+            self.logger.info("left to another job: %s", error)
+
+    def _recover(self, left: Sequence[Path]) -> None:
+        for path in left:
             if path.suffix == ".partial" and has_record(path):
                 self._give_name(path)
             elif path.suffix == ".replaced" and has_record(path) and not path.with_suffix("").exists():
@@ -161,8 +220,34 @@ class CheckpointFolder:
                 found.append(SavedCheckpoint(step=step, path=path, record=record))
         return sorted(found, key=lambda saved: saved.step)
 
+    def best_steps(self, step: int, metric: str, mode: Literal["min", "max"], num_best: int) -> list[int]:
+        """Return the steps of the checkpoints with the best values of a metric, best first; of equal ones the older ones.
+
+        Checkpoints without a value, or with one that is no number, are never among them.
+
+        Args:
+            step: Only those up to this step count.
+            metric: Name of the value in the commit records.
+            mode: Whether small or large values are good.
+            num_best: How many at most.
+        """
+        values = {
+            saved.step: saved.record.metrics[metric]
+            for saved in self.complete()
+            if saved.record is not None and saved.step <= step and metric in saved.record.metrics
+        }
+        sign = 1 if mode == "min" else -1
+        ranked = sorted((sign * value, step) for step, value in values.items() if not math.isnan(value))
+        return [step for _, step in ranked[:num_best]]
+
     def purge(
-        self, step: int, num_to_keep: int | None, *, keep_every_steps: int | None = None, keep: Sequence[int] = ()
+        self,
+        step: int,
+        num_to_keep: int | None,
+        *,
+        keep_every_steps: int | None = None,
+        keep: Sequence[int] = (),
+        spare: Collection[int] = (),
     ) -> None:
         """Remove old checkpoints after a new one. What cannot be removed is told and left.
 
@@ -173,6 +258,7 @@ class CheckpointFolder:
             num_to_keep: Newest ones to keep, with the new one, at least 1; None keeps all.
             keep_every_steps: Those whose step is a multiple of it are kept, and not counted.
             keep: Steps whose checkpoints are kept, and not counted.
+            spare: Steps whose checkpoints are kept, and counted where they are among the newest.
         """
         if num_to_keep is None:
             return
@@ -189,7 +275,9 @@ class CheckpointFolder:
         ]
         is_counted = step not in keep and (keep_every_steps is None or step % keep_every_steps != 0)
         num_others = num_to_keep - 1 if is_counted else num_to_keep
-        for saved in old[: len(old) - num_others]:
+        for saved in old[: max(len(old) - num_others, 0)]:
+            if saved.step in spare:
+                continue
             try:
                 self._remove(saved.path)
             except OSError as error:
@@ -211,6 +299,28 @@ class CheckpointFolder:
             for path in self.path.iterdir()
             if pattern.fullmatch(path.name) and path.is_dir() and not path.is_symlink()
         )
+
+
+def make_folder(path: Path, *, share_with_group: bool) -> None:
+    """Make a folder that its owner alone may enter, or also the owner's group; one that is there stays as it is.
+
+    Args:
+        path: The folder; those above it are made as usual.
+        share_with_group: Let the group read and write in it, and give it what is made there.
+
+    Raises:
+        OSError: If it cannot be made.
+    """
+    if path.is_dir():
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(FileExistsError):  # by another rank, or what has its name is no folder
+        path.mkdir(mode=0o700)
+        if share_with_group:
+            path.chmod(0o2770)
+        sync_folder(path.parent)
+    if not path.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
 
 
 def write_record(folder: Path, record: CommitRecord) -> None:

@@ -32,6 +32,8 @@ class CommitRecord:
     """Ranks of the job that wrote it."""
     files: Mapping[str, FileDigest]
     """All files but the record, by name."""
+    metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """Values that tell how good the checkpoint is, by name."""
 
     @property
     def size_bytes(self) -> int:
@@ -44,6 +46,7 @@ class CommitRecord:
             "version": _VERSION,
             "step": self.step,
             "num_ranks": self.num_ranks,
+            "metrics": {name: repr(value) for name, value in sorted(self.metrics.items())},
             "files": {name: [digest.size_bytes, digest.sha256] for name, digest in sorted(self.files.items())},
         }
         text = json.dumps(content, separators=(",", ":"))
@@ -81,7 +84,8 @@ class CommitRecord:
         strange = [name for name in files if not is_plain_name(name) or name == RECORD_NAME]
         if strange:
             raise ValueError(f"it names files outside of the checkpoint: {strange}")
-        return cls(step=int(content["step"]), num_ranks=int(content["num_ranks"]), files=files)
+        metrics = {str(name): float(value) for name, value in content["metrics"].items()}
+        return cls(step=int(content["step"]), num_ranks=int(content["num_ranks"]), files=files, metrics=metrics)
 
     def size_problems(self, folder: Path) -> list[str]:
         """Return what is wrong with names and sizes of the files, without reading them."""

@@ -10,7 +10,7 @@ In the foreground the same is done without copies, and the files have the same b
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future
 from pathlib import Path
@@ -81,13 +81,21 @@ class CheckpointSaver:
         self._is_abandoned = False
 
     # Any: states hold what their owners choose.
-    def save(self, state: dict[str, Any], step: int, after_commit: Callable[[], None] = lambda: None) -> None:
+    def save(
+        self,
+        state: dict[str, Any],
+        step: int,
+        after_commit: Callable[[], None] = lambda: None,
+        *,
+        metrics: Mapping[str, float] | None = None,
+    ) -> None:
         """Save a state. Blocks until it is committed or, in the background, until it is copied.
 
         Args:
             state: Tensors, DTensors, plain values and documents, in dictionaries and lists.
             step: Step after which it is saved.
             after_commit: Called on the first rank once the checkpoint is complete, by the thread that has written it.
+            metrics: Values that tell how good it is, by name; those of the first rank count.
 
         Raises:
             OSError: If a file cannot be written, on all ranks; RuntimeError: if a rank is gone. Both name the checkpoint.
@@ -99,7 +107,7 @@ class CheckpointSaver:
             )
         self.wait()
         with self.naming(step):
-            write = self._prepare(state, step, after_commit)
+            write = self._prepare(state, step, dict(metrics or {}), after_commit)
         if self._in_background is None:
             write()
         else:
@@ -141,7 +149,9 @@ class CheckpointSaver:
             _, unfinished = futures.wait([in_flight], timeout=limit_s)
             self._is_abandoned = len(unfinished) > 0
 
-    def _prepare(self, state: dict[str, Any], step: int, after_commit: Callable[[], None]) -> Callable[[], None]:
+    def _prepare(
+        self, state: dict[str, Any], step: int, metrics: dict[str, float], after_commit: Callable[[], None]
+    ) -> Callable[[], None]:
         """Agree on who writes what, and return what is left to do."""
         with self._participants.failing_together():
             if self._participants.rank == 0:
@@ -159,7 +169,7 @@ class CheckpointSaver:
                 with written_by.failing_together():
                     if written is not None:
                         assert metadata is not None  # the first rank has planned for all
-                        self._commit(writer, metadata, written, step)
+                        self._commit(writer, metadata, written, step, metrics)
                         after_commit()
 
         return write
@@ -192,10 +202,17 @@ class CheckpointSaver:
         self._probe("after_write")
         return participants.gather_to_first(Written(results=results, files=writer.files, starts=writer.starts))
 
-    def _commit(self, writer: CheckpointWriter, metadata: Metadata, written: Sequence[Written], step: int) -> None:
+    def _commit(
+        self,
+        writer: CheckpointWriter,
+        metadata: Metadata,
+        written: Sequence[Written],
+        step: int,
+        metrics: dict[str, float],
+    ) -> None:
         writer.finish_all(metadata, written)
         files = {name: digest for of_rank in written for name, digest in of_rank.files.items()} | writer.files
-        self._folder.commit(CommitRecord(step=step, num_ranks=len(written), files=files))
+        self._folder.commit(CommitRecord(step=step, num_ranks=len(written), files=files, metrics=metrics))
 
     @contextlib.contextmanager
     def naming(self, step: int) -> Generator[None]:

@@ -16,6 +16,7 @@ from d9d.pipelining.visualize import PICTURE_SUFFIXES
 from d9d.tracker import AnyTrackerConfig, RunConfig
 
 __all__ = [
+    "BestCheckpointsConfig",
     "CheckpointingConfig",
     "DataPrefetchConfig",
     "DeterminismConfig",
@@ -181,6 +182,19 @@ class GarbageCollectionConfig(BaseModel):
     period_steps: StepActionPeriod = Field(description="Steps between two collections of the younger generations.")
 
 
+class BestCheckpointsConfig(BaseModel):
+    """Sets which checkpoints are kept for the value of a metric."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    metric: str = Field(
+        min_length=1,
+        description="Name under which the value is logged: 'loss', a metric of the task, or what is written to the tracker.",
+    )
+    mode: Literal["min", "max"] = Field(description="Whether small or large values are good.")
+    num_to_keep: int = Field(default=1, ge=1, description="How many checkpoints. Default: the best one.")
+
+
 class CheckpointingConfig(BaseModel):
     """Sets where and when training checkpoints are written."""
 
@@ -226,6 +240,21 @@ class CheckpointingConfig(BaseModel):
         description="Restarts in a row by torchrun --max-restarts that may find no newer checkpoint than the attempt before. "
         "Default 3: a machine may fail twice, a job that fails at one place each time has to be mended.",
     )
+    on_best: BestCheckpointsConfig | None = Field(
+        default=None,
+        description="Keep the checkpoints with the best values of a metric, beside the newest ones. A checkpoint has the "
+        "value that was logged last since the one before it. Default: only the newest ones are kept.",
+    )
+    share_with_group: bool = Field(
+        default=False,
+        description="Let the group of the user read and write new folders of checkpoints. Default: only the user.",
+    )
+
+    @model_validator(mode="after")
+    def _check_on_best(self) -> Self:
+        if self.on_best is not None and self.num_to_keep is None:
+            raise ValueError("on_best keeps checkpoints that num_to_keep would remove: set num_to_keep as well.")
+        return self
 
 
 class LossSpikeConfig(BaseModel):

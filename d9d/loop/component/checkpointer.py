@@ -1,7 +1,7 @@
 """Write and find the training checkpoints of a run."""
 
 import contextlib
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from torch.distributed.checkpoint.stateful import Stateful
@@ -51,6 +51,7 @@ class StateCheckpointer:
         gc: ManualGarbageCollector,
         run_name: str | None,
         checkpoints: RunCheckpoints | None = None,
+        take_metric: Callable[[str], float | None] = lambda name: None,
     ) -> None:
         """Locate the checkpoints of a run, below a folder of its name if it has one. All ranks must call it.
 
@@ -61,11 +62,13 @@ class StateCheckpointer:
             gc: Collects garbage before a save.
             run_name: Name of the run.
             checkpoints: The checkpoints, if something has looked for the newest of them before.
+            take_metric: Returns on the main rank the value of a metric since it was asked last, if there is one.
         """
         self._dist_context = dist_context
         self._schedule = schedule
         self._config = config
         self._gc = gc
+        self._take_metric = take_metric
         self._checkpoints = checkpoints or RunCheckpoints(dist_context, config, run_name)
         self.save_dir = self._checkpoints.save_dir
         """Folder of the checkpoints of the run."""
@@ -79,17 +82,27 @@ class StateCheckpointer:
 
     @contextlib.contextmanager
     def open(self) -> Generator[None]:
-        """Wait at the end of the block for a checkpoint that is being written. All ranks must enter it.
+        """Keep other jobs from saving while the block runs, and wait at its end for a checkpoint that is being written.
+
+        All ranks must enter it. See [Note: one job at a time].
 
         Raises:
-            OSError, RuntimeError: If it could not be written, unless the block raised.
+            OSError, RuntimeError: If another job saves to the folder, or a checkpoint could not be written; the latter not if
+                the block raised.
         """
-        try:
-            yield
-        except BaseException:
-            self._saver.abandon(_LIMIT_AFTER_FAILURE_S)
-            raise
-        self._saver.close()
+        with contextlib.ExitStack() as stack:
+            with self._checkpoints.participants.failing_together():
+                is_locking = (
+                    self._config.period_steps != StepActionSpecial.disable and self._dist_context.is_main_process
+                )
+                if is_locking:
+                    stack.enter_context(self._checkpoints.folder.locked())
+            try:
+                yield
+            except BaseException:
+                self._saver.abandon(_LIMIT_AFTER_FAILURE_S)
+                raise
+            self._saver.close()
 
     def checkpoint_if_needed(self, state: Stateful) -> None:
         """Save after a step that the config selects. All ranks must call it after `JobSchedule.step`.
@@ -125,14 +138,27 @@ class StateCheckpointer:
         with self._dist_context.activity.inside("saving the checkpoint", self._config.timeout):
             # state_dict() of a task is code of the user.
             with self._saver.naming(step), self._checkpoints.participants.failing_together():
-                saved = {STATE_KEY: state.state_dict()}
-            self._saver.save(saved, step, after_commit=lambda: self._after_commit(step))
+                saved, metrics = {STATE_KEY: state.state_dict()}, self._metrics()
+            self._saver.save(saved, step, after_commit=lambda: self._after_commit(step), metrics=metrics)
         self._last_step = step
 
     def _after_commit(self, step: int) -> None:
         folder = self._checkpoints.folder
         self._dist_context.logger.info("saved checkpoint %s", folder.final_path(step))
-        folder.purge(step, self._config.num_to_keep, keep_every_steps=self._config.keep_every_steps)
+        best = self._config.on_best
+        spare = [] if best is None else folder.best_steps(step, best.metric, best.mode, best.num_to_keep)
+        folder.purge(step, self._config.num_to_keep, keep_every_steps=self._config.keep_every_steps, spare=spare)
+
+    def _metrics(self) -> dict[str, float]:
+        """Return what the main rank knows of how good the checkpoint is."""
+        best = self._config.on_best
+        if best is None or not self._dist_context.is_main_process:
+            return {}
+        try:
+            value = self._take_metric(best.metric)
+        except ValueError as error:
+            raise ValueError(f"checkpointing.on_best.metric: {error}") from error
+        return {} if value is None else {best.metric: value}
 
     def load_last_checkpoint(self, state: Stateful) -> bool:
         """Resume from the newest complete checkpoint, and return whether there is one. All ranks must call it; blocks.

@@ -124,6 +124,10 @@ class JobLogger(Stateful):
                 self._writer.log(name, Scalar(value=value))
         self._show(self._pending.release(self._schedule.step_in_progress))
 
+    def take_newest(self, name: str) -> float | None:
+        """Return the newest value of a name, once, on the main rank. See `PendingTrackerWrites.take_newest`."""
+        return self._pending.take_newest(name)
+
     def _is_due(self) -> bool:
         return self._schedule.should_do_action(self._period, enable_on_last_step_if_periodic=True)
 

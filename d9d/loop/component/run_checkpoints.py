@@ -29,7 +29,7 @@ class RunCheckpoints:
     def __init__(self, dist_context: DistributedContext, config: CheckpointingConfig, run_name: str | None) -> None:
         self.save_dir: Path = config.save_dir if run_name is None else config.save_dir / run_name
         """Folder of the checkpoints."""
-        self.folder = CheckpointFolder(self.save_dir, dist_context.logger)
+        self.folder = CheckpointFolder(self.save_dir, dist_context.logger, share_with_group=config.share_with_group)
         self.group: dist.ProcessGroup | None = dist_context.separate_host_group("checkpoints", config.timeout)
         """All ranks, with the time limit of checkpoints; None for a job of one."""
         self.participants = Participants([] if self.group is None else [self.group])

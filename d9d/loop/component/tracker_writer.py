@@ -41,6 +41,7 @@ class PendingTrackerWrites:
         self._max_pending_steps = max_pending_steps
         self._run: BaseTrackerRun | None = None
         self._writes: collections.deque[_PendingWrite] = collections.deque()
+        self._newest: dict[str, _PendingWrite | None] = {}
 
     def attach(self, run: BaseTrackerRun | None) -> None:
         """Write to a run from now on. None: drop all values."""
@@ -53,7 +54,28 @@ class PendingTrackerWrites:
         tensor = value.counts if isinstance(value, Histogram) else value.value
         # The clone is of this moment in the queue: the caller may write into its tensor again right away.
         on_host = HostCopy(tensor.detach().clone()) if isinstance(tensor, torch.Tensor) else None
-        self._writes.append(_PendingWrite(point=point, value=value, on_host=on_host))
+        write = _PendingWrite(point=point, value=value, on_host=on_host)
+        self._writes.append(write)
+        if isinstance(value, Scalar):
+            self._newest[point.name] = write
+
+    def take_newest(self, name: str) -> float | None:
+        """Return the newest value of a scalar, or None if it was taken already, or nothing has been logged yet.
+
+        Waits for the device if it has not computed the value.
+
+        Raises:
+            ValueError: If scalars have been logged, and none of that name.
+        """
+        if self._newest and name not in self._newest:
+            raise ValueError(f"no value of the name {name!r} is logged; there are {', '.join(sorted(self._newest))}.")
+        write = self._newest.get(name)
+        if write is None:
+            return None
+        self._newest[name] = None
+        value = write.read()
+        assert isinstance(value, Scalar)  # nothing else is remembered
+        return float(value.value)
 
     def release(self, step: int) -> dict[int, dict[str, float]]:
         """Write the values of steps that are `max_pending_steps` or more before a step.

@@ -181,12 +181,7 @@ class TrainingConfigurator:
         hparams = _merged(task.dump_hparams(), self._model_provider.dump_hparams())
         agree_on_parts(context, metrics.children, hparams)
         logger = JobLogger(context, config.logging, metrics, schedule, config.run, hparams, progress)
-        parts: dict[str, Any] = {
-            "schedule": schedule,
-            STREAM_KEY: packs,
-            "logger": logger,
-            "task": task,
-        }
+        parts: dict[str, Any] = {"schedule": schedule, STREAM_KEY: packs, "logger": logger, "task": task}
         parts_of_rank = {"metrics": metrics, "random": RandomState(context.current_device)}
         return TrainJobState(
             dist_context=context,
@@ -216,7 +211,9 @@ class TrainingConfigurator:
             profiler=JobProfiler(context, config.profiling, schedule),
             gc=gc,
             timeouts=timeouts,
-            checkpointer=StateCheckpointer(context, schedule, config.checkpointing, gc, config.run.name, checkpoints),
+            checkpointer=StateCheckpointer(
+                context, schedule, config.checkpointing, gc, config.run.name, checkpoints, logger.take_newest
+            ),
             checkpointed=CheckpointedState(
                 dist_context=context,
                 parts=parts,

@@ -4,6 +4,7 @@ import tempfile
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
+from d9d.checkpoint.folder import make_folder
 from d9d.core.dist_context import DeviceMeshParameters
 from d9d.core.launch import LaunchEnvironment
 from d9d.internals.model_states import source_problems
@@ -49,6 +50,8 @@ def refuse_problems(mesh: DeviceMeshParameters, config: TrainerConfig | Inferenc
             problems.append(
                 f"trainer.pipelining.timeline.step ({timeline.step}) is after the last step of the job ({total_steps})."
             )
+    if config.checkpointing.on_best is not None:
+        problems.extend(_best_problems(config))
     source = config.model_stage_factory.source_checkpoint
     if source is not None:
         problems.extend(source_problems(f"{root}.model_stage_factory.source_checkpoint", source))
@@ -57,7 +60,8 @@ def refuse_problems(mesh: DeviceMeshParameters, config: TrainerConfig | Inferenc
     if not problems and config.checkpointing.period_steps != StepActionSpecial.disable:
         folder = config.checkpointing.save_dir
         of_run = folder / config.run.name if isinstance(config, TrainerConfig) else folder
-        problems.extend(_directory_problems(f"{root}.checkpointing.save_dir", of_run))
+        share_with_group = config.checkpointing.share_with_group
+        problems.extend(_directory_problems(f"{root}.checkpointing.save_dir", of_run, share_with_group))
     if problems:
         raise ValueError("The job cannot run as it is configured:\n" + "\n".join(f"- {text}" for text in problems))
 
@@ -79,10 +83,20 @@ def _pipeline_problems(config: TrainerConfig) -> list[str]:
     return problems
 
 
-def _directory_problems(name: str, folder: Path) -> list[str]:
+def _best_problems(config: TrainerConfig | InferenceConfig) -> list[str]:
+    if not isinstance(config, TrainerConfig):
+        return ["inference.checkpointing.on_best is for training: an inference job logs no values. Leave it out."]
+    if config.logging.period_steps == StepActionSpecial.disable:
+        return [
+            "trainer.checkpointing.on_best needs logged values, and trainer.logging.period_steps is 'disable'. Set a period."
+        ]
+    return []
+
+
+def _directory_problems(name: str, folder: Path, share_with_group: bool) -> list[str]:
     """Make a folder that will be written to much later, and return why that is not possible."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder, share_with_group=share_with_group)
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:

@@ -1,6 +1,8 @@
 """Names and fates of checkpoints: whatever a killed process leaves, what is complete is found."""
 
 import logging
+import os
+import stat
 from collections.abc import Callable
 from pathlib import Path
 
@@ -26,10 +28,12 @@ def killed_at(point: str) -> Callable[[str], None]:
     return probe
 
 
-def save(folder: CheckpointFolder, step: int, num_to_keep: int | None = None) -> None:
+def save(
+    folder: CheckpointFolder, step: int, num_to_keep: int | None = None, metrics: dict[str, float] | None = None
+) -> None:
     partial = folder.begin(step)
     (partial / "data").write_text(f"weights of step {step}")
-    record = CommitRecord(step=step, num_ranks=1, files={"data": digest_file(partial / "data")})
+    record = CommitRecord(step=step, num_ranks=1, files={"data": digest_file(partial / "data")}, metrics=metrics or {})
     folder.commit(record)
     folder.purge(step, num_to_keep)
 
@@ -110,6 +114,34 @@ def test_keeping_some(tmp_path: Path):
     assert steps(folder) == [1, 3, 5, 6, 7]
     with pytest.raises(ValueError, match="at least 1"):
         folder.purge(7, 0)
+
+
+def test_the_best(tmp_path: Path):
+    """By hand: of 4, 9, inf, 4, nan."""
+    folder = CheckpointFolder(tmp_path, LOGGER)
+    for step, value in enumerate((4.0, 9.0, float("inf"), 4.0, float("nan"), None), start=1):
+        save(folder, step, metrics={} if value is None else {"score": value})
+    assert folder.best_steps(6, "score", "min", 2) == [1, 4]
+    assert folder.best_steps(6, "score", "max", 9) == [3, 2, 1, 4]
+    assert folder.best_steps(2, "score", "max", 1) == [2]
+    assert folder.best_steps(6, "other", "max", 1) == []
+    folder.purge(6, 1, spare=[1, 6])
+    assert steps(folder) == [1, 6]
+
+
+@pytest.mark.parametrize(("share_with_group", "mode"), [(False, 0o700), (True, 0o2770)])
+def test_who_may_enter(tmp_path: Path, share_with_group: bool, mode: int):
+    before = os.umask(0o022)
+    try:
+        folder = CheckpointFolder(tmp_path / "runs" / "run", LOGGER, share_with_group=share_with_group)
+        save(folder, 1)
+    finally:
+        os.umask(before)
+    assert [stat.S_IMODE(path.stat().st_mode) for path in (folder.path, folder.final_path(1))] == [mode, mode]
+    assert stat.S_IMODE((tmp_path / "runs").stat().st_mode) == 0o755
+    folder.path.chmod(0o755)  # whoever wants another mode sets it
+    save(folder, 2)
+    assert stat.S_IMODE(folder.path.stat().st_mode) == 0o755
 
 
 def test_a_run_that_went_back_keeps_what_it_writes(tmp_path: Path):

@@ -1,7 +1,9 @@
 """Checkpoints of the native loop: which folder counts, which is the newest, and that a run goes on from it."""
 
+import math
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -52,14 +54,18 @@ class Job:
         every: int = 1,
         keep: int | None = None,
         timeout_s: float = 60.0,
+        best: dict[str, Any] | None = None,
+        value_at: Callable[[int], float | None] = lambda step: None,
     ) -> None:
         self.module = nn.Linear(3, 5)
         if context.is_distributed:
             parallelize_hsdp(self.module, context.mesh_for(DENSE_DOMAIN)["dp_replicate", "dp_cp_shard"])
         self.schedule = JobSchedule(JobScheduleConfig(), Stream())
         gc = ManualGarbageCollector(context, GarbageCollectionConfig(period_steps="disable"), self.schedule)
-        config = CheckpointingConfig(save_dir=folder, period_steps=every, num_to_keep=keep, timeout=timeout_s)
-        self.checkpointer = StateCheckpointer(context, self.schedule, config, gc, "run")
+        config = CheckpointingConfig(save_dir=folder, period_steps=every, num_to_keep=keep, on_best=best, timeout=timeout_s)
+        self.checkpointer = StateCheckpointer(
+            context, self.schedule, config, gc, "run", None, lambda name: value_at(self.schedule.current_step)
+        )
         self.state = State(TrackedModules(context, [self.module], everything), self.schedule)
 
     def train(self, num_steps: int) -> None:
@@ -164,6 +170,43 @@ def test_the_newest_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert complete_at_each_deletion == [3] * 10
 
 
+@pytest.mark.world_size(2)
+def test_the_best_are_kept_after_a_resume_too(tmp_path: Path):
+    """By hand: of 5, 3, nan, none, 3, 2, 4 the smallest two are at steps 6 and 2 (before the equal one at 5)."""
+    values = {1: 5.0, 2: 3.0, 3: math.nan, 4: None, 5: 3.0, 6: 2.0, 7: 4.0}
+    context = DeviceMeshParameters(data_parallel_shard=2).build()
+    best = {"metric": "loss", "mode": "min", "num_to_keep": 2}
+
+    def job() -> Job:
+        return Job(tmp_path, context, keep=1, best=best, value_at=values.__getitem__)
+
+    job().train(4)
+    assert saved_steps(tmp_path) == ["save-1", "save-2", "save-4"]
+    resumed = job()
+    assert resumed.resume() == 4
+    resumed.train(3)
+    assert saved_steps(tmp_path) == ["save-2", "save-6", "save-7"]
+
+
+def test_two_jobs_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("d9d.checkpoint.folder._LOCK_WAIT_S", 0.1)
+    first, second = Job(tmp_path, local()), Job(tmp_path, local())
+    with first.checkpointer.open():
+        first.train(1)
+        assert second.resume() == 1  # who only reads is let in
+        with pytest.raises(
+            OSError, match=r"another job that saves checkpoints to .*run is in progress, led by process"
+        ):
+            second.train(1)
+        refused = pytest.raises(OSError, match=r"another name \(run\.name\)")
+        with refused, second.checkpointer.open():
+            pass
+        first.train(1)
+    with second.checkpointer.open():
+        second.train(1)  # the step after the one that was not saved
+    assert saved_steps(tmp_path) == ["save-1", "save-2", "save-3"]
+
+
 MESHES = {"hybrid": {"data_parallel_replicate": 2, "data_parallel_shard": 2}, "shard": {"data_parallel_shard": 4}}
 
 
@@ -210,7 +253,7 @@ def test_what_rank_0_cannot_write_fails_on_all_ranks(tmp_path):
         (tmp_path / "run").write_text("a file where the folder of the run should be")
     dist.barrier()
     job = Job(tmp_path, DeviceMeshParameters(data_parallel_shard=2).build())
-    with pytest.raises(OSError, match=r"could not save the checkpoint .*save-1: on rank 0 of 2: .*File exists"):
+    with pytest.raises(OSError, match=r"could not save the checkpoint .*save-1: on rank 0 of 2: Not a directory"):
         job.train(1)
 
 

@@ -1,5 +1,6 @@
 """Values that wait for the host, and the order in which they are written."""
 
+import pytest
 import torch
 
 from d9d.loop.component.job_schedule import JobSchedule
@@ -66,3 +67,19 @@ def test_without_a_run_nothing_is_kept():
     writer.log("loss", Scalar(1.0))
     assert pending.flush() == {}
     assert run.lines == []
+
+
+def test_the_newest_value_is_taken_once():
+    pending, writer, schedule, _ = build()
+    assert pending.take_newest("loss") is None
+    for value in (1.0, 2.0):
+        writer.log("loss", Scalar(torch.tensor(value)))
+        schedule.step()
+    writer.log("load", Histogram(torch.tensor([1, 2])))
+    assert pending.take_newest("loss") == 2.0
+    assert pending.take_newest("loss") is None
+    with pytest.raises(ValueError, match=r"no value of the name 'load' is logged; there are loss\."):
+        pending.take_newest("load")
+    pending.flush()
+    writer.log("loss", Scalar(0.5))
+    assert pending.take_newest("loss") == 0.5

@@ -56,3 +56,29 @@ def test_another_optimizer_cannot_resume(tmp_path):
     )
     with pytest.raises(ValueError, match=r"(?s)cannot resume from the checkpoint .*save-1:.*start another run"):
         other.trainer.train()
+
+
+def test_the_best_checkpoints_need_values(tmp_path):
+    best = {"metric": "loss", "mode": "min"}
+    checkpointing = {"save_dir": str(tmp_path / "saved"), "period_steps": 1, "num_to_keep": 1, "on_best": best}
+    logging = {"period_steps": "disable", "tracker": {"provider": "null"}}
+    with pytest.raises(ValueError, match=r"on_best needs logged values"):
+        build_job(DeviceMeshParameters(), tmp_path, overrides={"checkpointing": checkpointing, "logging": logging})
+    with pytest.raises(ValueError, match=r"on_best keeps checkpoints that num_to_keep would remove"):
+        build_job(DeviceMeshParameters(), tmp_path, overrides={"checkpointing": {**checkpointing, "num_to_keep": None}})
+    other = {**checkpointing, "on_best": {**best, "metric": "los"}}
+    job = build_job(DeviceMeshParameters(), tmp_path, overrides={"checkpointing": other})
+    with pytest.raises(
+        ValueError, match=r"on_best\.metric: no value of the name 'los' is logged; there are .*loss, samples"
+    ):
+        job.trainer.train()
+
+
+def test_the_best_checkpoint_by_loss_is_kept(tmp_path):
+    best = {"metric": "loss", "mode": "min"}
+    checkpointing = {"save_dir": str(tmp_path / "saved"), "period_steps": 1, "num_to_keep": 1, "on_best": best}
+    job = build_job(DeviceMeshParameters(), tmp_path, total_steps=6, overrides={"checkpointing": checkpointing})
+    job.trainer.train()
+    losses = job.losses()  # after a step, of the batch of that step
+    smallest = min(losses, key=losses.__getitem__)
+    assert {path.name for path in (tmp_path / "saved" / "job").iterdir()} == {f"save-{smallest}", "save-6"}
