@@ -79,18 +79,17 @@ def attach_side_loss(output: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
     """
     if not (torch.is_grad_enabled() and loss.requires_grad):
         return output
-    expect_side_loss()
     return cast(torch.Tensor, _attach(output, loss))
 
 
-@torch.compiler.disable()
 def expect_side_loss() -> None:
-    """Take note that a layer has a loss of its own: it counts although this pass has no gradients.
+    """Take note that a layer has a loss of its own, in a pass without gradients.
 
     A reentrant checkpoint attaches the loss when the layer is computed again, and by then the loss of the step, which tells
-    the scale, must have been announced.
+    the scale, must have been announced. In compiled code it does nothing.
     """
-    LOSS_SCALE.num_attached += 1
+    if not torch.compiler.is_compiling():
+        LOSS_SCALE.num_attached += 1
 
 
 class _Announce(torch.autograd.Function):
@@ -109,6 +108,7 @@ class _Announce(torch.autograd.Function):
 class _Attach(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, output: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:  # noqa: ANN401
+        LOSS_SCALE.num_attached += 1
         ctx.loss = loss.detach()
         return output.view_as(output)
 

@@ -157,6 +157,45 @@ def test_two_tensor_parallel_ranks_train_like_one_process():
     assert "norm.weight" not in layouts
 
 
+class FusedBlock(nn.Module):
+    """Queries, keys and values of one layer: four heads, which share two of each."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.o = nn.Linear(WIDTH, 16), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        heads = self.qkv(x).unflatten(-1, (-1, 2)).transpose(1, 2)
+        q, k, v = heads.split([heads.shape[1] // 2, heads.shape[1] // 4, heads.shape[1] // 4], 1)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return x + self.o(attended.transpose(1, 2).flatten(-2))
+
+
+class FusedClassifier(Classifier):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([FusedBlock() for _ in range(2)])
+
+
+@pytest.mark.world_size(4)
+def test_fused_layers_train_like_one_process():
+    """Each group becomes a layer of its own, ``parts.0`` and so on; joined again they are what one process has."""
+    module, reference = seeded(FusedClassifier), seeded(FusedClassifier)
+    plan = {"embed": "vocab", "blocks.*.qkv": "colwise_fused(4, 2, 2)", "blocks.*.o": "rowwise", "blocks.*": "shard"}
+    train(MESHES[4][0], module, plan=plan)
+    train_plain(reference)
+    torch.testing.assert_close(
+        mean_over_data(torch.stack(module.losses), MESHES[4][0]), torch.stack(reference.losses), **EXACT
+    )
+    state, expected = full_state(module), dict(reference.state_dict())
+    for block in ("blocks.0", "blocks.1"):
+        for kind in ("weight", "bias"):
+            parts = [state.pop(f"{block}.qkv.parts.{group}.{kind}") for group in range(3)]
+            state[f"{block}.qkv.{kind}"] = torch.cat(parts)
+    assert state.keys() == expected.keys()
+    torch.testing.assert_close(state, {name: expected[name] for name in state}, **EXACT)
+
+
 @pytest.mark.world_size(4)
 @pytest.mark.parametrize("mesh", MESHES[4], ids=str)
 def test_four_ranks_train_like_one_process(mesh):

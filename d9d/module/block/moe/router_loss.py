@@ -153,9 +153,8 @@ class RouterLosses:
         if self._params.load_balancing:
             # Scores of other functions than softmax do not add up to 1. The number is that of the router.
             probabilities = probabilities / (probabilities.sum(-1, keepdim=True) + 1e-20)
-            probabilities = probabilities.view(*is_counted.shape, loads.shape[-1]) * is_counted.unsqueeze(
-                -1
-            )  # (B, T, E)
+            probabilities = probabilities * is_counted.view(-1, 1)
+            probabilities = probabilities.view(*is_counted.shape, loads.shape[-1])  # (B, T, E)
             if self._group is not None:
                 loads = _summed(own_loads, self._group)
             losses = load_balancing_loss(probabilities, loads, num_tokens.clamp(min=smallest))

@@ -226,6 +226,26 @@ def test_means_of_whole_sequences():
 
 
 @pytest.mark.world_size(2)
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_padding_is_no_load_of_experts(checkpointed: bool):
+    """Whole masks under sequence parallelism; layers that are computed again count once."""
+    context = DeviceMeshParameters(tensor_parallel=2).build()
+    split, single = (CATALOGUE["qwen3 moe"].build(False, checkpointed=checkpointed) for _ in range(2))
+    for model in (split, single):
+        randomize(model)
+    parallelize_decoder(context, split, WHOLE, sequence_parallel=True)
+    ids = tokens()
+    mask = (tokens(seed=1) > 10).long()
+    shared = SequenceShared(position_ids=torch.arange(8).expand_as(ids), token_mask=mask)
+    for model in (split, single):
+        model(SequenceInput(input_ids=ids), shared).hidden_states.sum().backward()
+    for layer, other in zip(split.decoder_layers, single.decoder_layers, strict=True):
+        assert torch.equal(layer.mlp.tokens_per_expert, other.mlp.tokens_per_expert)
+        assert layer.mlp.tokens_per_expert.sum() == 2 * mask.sum()  # of two experts each
+    assert 0 < mask.sum() < mask.numel()
+
+
+@pytest.mark.world_size(2)
 def test_means_of_parts_are_refused():
     kept = CATALOGUE["qwen3 dense"].build(False, mode="mean")
     context = DeviceMeshParameters(tensor_parallel=2).build()

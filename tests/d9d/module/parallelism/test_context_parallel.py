@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from d9d.core.dist_context import BATCH_DOMAIN, DENSE_DOMAIN, DeviceMeshParameters
+from d9d.core.protocol import MixesTokens
 from d9d.internals.grad_sync import GradientSynchronizer
 from d9d.module.block.attention import GroupedQueryAttention, MultiHeadLatentAttention
 from d9d.module.block.attention.linear import GatedDeltaNet, LogSigmoidDecayGateParameters
@@ -24,6 +25,7 @@ from d9d.module.block.attention.sdpa import (
 )
 from d9d.module.block.head import ClassificationHead, EmbeddingHead, SequencePoolingHeadShared
 from d9d.module.block.positional import RotaryEmbeddingProvider, RotaryEmbeddingStyle
+from d9d.module.model import ClassificationHeadConfig, DecoderForClassification
 from d9d.module.parallelism.api import (
     SequenceSharding,
     document_ids,
@@ -33,6 +35,7 @@ from d9d.module.parallelism.api import (
     parallelize_tensor_attention,
 )
 from tests.d9d.module.block.oracles import FP64, randomize
+from tests.d9d.module.model.catalogue import CATALOGUE
 from tests.harness.parity import assert_close_tree, named_full_gradients
 
 BATCH, TOKENS, HIDDEN, HEAD_DIM = 2, 16, 6, 4
@@ -388,6 +391,21 @@ def test_pooling(head: nn.Module):
     for parameter, other in zip(split.parameters(), single.parameters(), strict=True):
         dist.all_reduce(parameter.grad)
         torch.testing.assert_close(parameter.grad, other.grad, **FP64)
+
+
+@pytest.mark.world_size(2)
+def test_what_pools_is_found_where_layers_are_split_one_by_one():
+    """By the attribute that the native loop asks for: a head that nobody has told would average over parts."""
+    backbone = CATALOGUE["qwen3 dense"].build(False, mode="mean")
+    model = DecoderForClassification(backbone, ClassificationHeadConfig(num_labels=3), backbone.stage)
+    for layer in backbone.decoder_layers:
+        parallelize_context(layer, cp_mesh(2))
+    degrees = {
+        name: module.context_parallel_degree
+        for name, module in model.named_modules()
+        if isinstance(module, MixesTokens)
+    }
+    assert [name for name, degree in degrees.items() if degree == 1] == ["backbone.token_mean", "head.pooling"]
 
 
 def field_values(output: Any) -> list[torch.Tensor]:
