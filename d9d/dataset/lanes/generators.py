@@ -1,6 +1,7 @@
 """The global random number generators on the CPU: seeding them for a microbatch, and leaving no trace of it."""
 
 import ctypes
+import functools
 import random
 import struct
 import threading
@@ -11,7 +12,13 @@ import numpy as np
 import torch
 from torch.utils.data import get_worker_info
 
-__all__ = ["KeptGenerators", "may_seed_generators", "seed_generators", "seed_torch_generator"]
+__all__ = [
+    "KeptGenerators",
+    "may_seed_generators",
+    "numpy_and_python_state",
+    "seed_generators",
+    "seed_torch_generator",
+]
 
 _NUM_NUMPY_SEEDS = 2**32
 _NUM_WORDS = 624
@@ -52,8 +59,6 @@ class KeptGenerators:
 
     def __init__(self) -> None:
         self._numpy = np.random.MT19937(0)
-        self._numpy_memory = (ctypes.c_ubyte * _MT19937_BYTES).from_address(self._numpy.ctypes.state_address)
-        self._numpy_before = b""
         self._numpy_outside: np.random.BitGenerator = self._numpy
         self._torch_before = torch.empty(0)
         self._python_before: _PythonState = (b"", None)
@@ -62,12 +67,7 @@ class KeptGenerators:
         self._torch_before = torch.default_generator.get_state()
         self._python_before = _python_state()
         self._numpy_outside = _exchange_numpy(self._numpy)
-        self._numpy_before = bytes(self._numpy_memory)
         return self
-
-    def numpy_or_python_has_changed(self) -> bool:
-        """Tell, within the block, whether it has drawn from the global generator of NumPy or Python, or seeded it."""
-        return bytes(self._numpy_memory) != self._numpy_before or _python_state() != self._python_before
 
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
@@ -80,6 +80,24 @@ class KeptGenerators:
             random.setstate((_PYTHON.VERSION, (*words, place), next_gauss))
 
 
+def numpy_and_python_state() -> tuple[bytes, _PythonState]:
+    """Return a value that changes when something draws from the global generators of NumPy or Python, or seeds them."""
+    numpy = np.random.get_bit_generator()  # pyright: ignore[reportAttributeAccessIssue]  # see `_exchange_numpy`
+    memory = _numpy_memory(numpy)
+    return repr(numpy.state).encode() if memory is None else memory.tobytes(), _python_state()
+
+
+@functools.lru_cache(maxsize=2)
+def _numpy_memory(generator: np.random.BitGenerator) -> memoryview | None:
+    """Return where the state of a generator lies, or None if its form is not known."""
+    return _memory_at(generator.ctypes.state_address) if isinstance(generator, np.random.MT19937) else None
+
+
+def _memory_at(address: int) -> memoryview:
+    # As plain bytes, a view is copied twice as fast as the array.
+    return memoryview((ctypes.c_ubyte * _MT19937_BYTES).from_address(address)).cast("B")
+
+
 def _python_state() -> _PythonState:
     """Return the state of Python's global generator.
 
@@ -89,7 +107,7 @@ def _python_state() -> _PythonState:
     imported; elsewhere the slow way is taken. Nothing is written there.
     """
     next_gauss = _PYTHON.gauss_next  # pyright: ignore[reportAttributeAccessIssue]  # its stubs do not know it
-    return bytes(_PYTHON_MEMORY) if _PYTHON_MEMORY is not None else _asked_python_words(), next_gauss
+    return _PYTHON_MEMORY.tobytes() if _PYTHON_MEMORY is not None else _asked_python_words(), next_gauss
 
 
 def _asked_python_words() -> bytes:
@@ -97,13 +115,13 @@ def _asked_python_words() -> bytes:
     return struct.pack(_WORDS_FORMAT, place, *words)
 
 
-def _python_memory() -> "ctypes.Array[ctypes.c_ubyte] | None":
+def _python_memory() -> memoryview | None:
     """Return where the state of Python's global generator lies, or None if it is not where it is looked for."""
     head = object.__basicsize__
     if random.Random.__basicsize__ < head + _MT19937_BYTES:
         return None
-    memory = (ctypes.c_ubyte * _MT19937_BYTES).from_address(id(_PYTHON) + head)
-    return memory if bytes(memory) == _asked_python_words() else None
+    memory = _memory_at(id(_PYTHON) + head)
+    return memory if memory.tobytes() == _asked_python_words() else None
 
 
 _PYTHON_MEMORY = _python_memory()

@@ -1,5 +1,6 @@
 """Packs from a map-style dataset that are the same for any number of ranks, and that can be resumed at any step."""
 
+import contextlib
 import dataclasses
 import hashlib
 import itertools
@@ -13,12 +14,7 @@ from torch.utils.data import DataLoader, Sampler
 
 from d9d.core.protocol import MicrobatchPackStream
 from d9d.core.types import CollateFn, MicrobatchPack
-from d9d.dataset.lanes.generators import (
-    KeptGenerators,
-    may_seed_generators,
-    seed_generators,
-    seed_torch_generator,
-)
+from d9d.dataset.lanes.generators import KeptGenerators, may_seed_generators
 from d9d.dataset.lanes.microbatch_loading import (
     AttachWeights,
     MicrobatchLoader,
@@ -36,6 +32,7 @@ __all__ = ["ElasticMapStream", "LoaderOptions"]
 
 _DATASET_KEY = "dataset"
 _NUM_DIGEST_BYTES = 7
+_AS_THEY_ARE = contextlib.nullcontext()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,9 +90,9 @@ class ElasticMapStream(MicrobatchPackStream):
     [Note: random numbers within samples]
     A dataset that takes seeds (`SeededDataset`) gets one for each sample that follows from the seed of the plan and the
     position. Besides, the global CPU generators of PyTorch, NumPy and Python are seeded with that of its first position
-    before each microbatch is loaded and collated. In the process that trains (num_workers 0), those of NumPy and Python are
-    seeded from the first pack on that draws from them, which is loaded twice, and all are put back after each pack, so that
-    training does not notice. That works on the main thread only, which may draw from them at any moment: such a stream asks to be read there
+    before each microbatch is loaded and collated; those of NumPy and Python from the first one on that draws from them, which
+    is loaded twice ([Note: seeding only what draws]). In the process that trains (num_workers 0), they are put back after
+    each pack, so that training does not notice. That works on the main thread only, which may draw from them at any moment: such a stream asks to be read there
     (`needs_main_thread`), and a thread that reads it leaves the generators alone.
 
     In the short last step of an epoch (`Tail.short`), packs may hold an `IdleMicrobatch`. See [Note: short steps].
@@ -145,11 +142,10 @@ class ElasticMapStream(MicrobatchPackStream):
         self._disturbs_generators = options.num_workers == 0 and seeds_generators
         self._generators = KeptGenerators()
         self._worker_seeds = torch.Generator()
-        seed_all_or_none = seed_generators if seeds_generators else None
-        # See [Note: seeding only what draws].
-        seed = seed_torch_generator if self._disturbs_generators else seed_all_or_none
-        self._loader = MicrobatchLoader(dataset, collate_fn, plan.order, SampleSeeds(plan.seed), attach_weights, seed)
-        self._microbatches = _build_loader(self._loader, self._place, options, self._worker_seeds)
+        microbatches = MicrobatchLoader(
+            dataset, collate_fn, plan.order, SampleSeeds(plan.seed), attach_weights, seeds_generators
+        )
+        self._microbatches = _build_loader(microbatches, self._place, options, self._worker_seeds)
 
     @property
     def plan(self) -> DataPlan:
@@ -200,33 +196,13 @@ class ElasticMapStream(MicrobatchPackStream):
         for step in place.remaining_steps():
             if iteration != self._iteration:
                 raise RuntimeError("this iterator is stale: the stream was moved or iterated anew after it began.")
-            if self._disturbs_generators and may_seed_generators():
-                pack, microbatches = self._load_pack_here(microbatches, step)
-            else:
+            with self._generators if self._disturbs_generators and may_seed_generators() else _AS_THEY_ARE:
                 pack = self._load_pack(microbatches, step)
             place.num_steps = step + 1
             yield pack
 
-    def _load_pack_here(self, microbatches: Iterator[Any], step: int) -> tuple[MicrobatchPack[Any], Iterator[Any]]:
-        """Load a pack in the process that trains, and return what the next one comes from.
-
-        [Note: seeding only what draws]
-        Seeding NumPy and Python for each microbatch takes longer than loading small samples, most of which draw no random
-        numbers. So loading begins without, and watches these generators. A pack that has drawn from them is dropped and loaded
-        once more with seeds, and so is everything after it: what comes out is the same as with seeds from the start. PyTorch's
-        generator is seeded fast, and always: one may ask for its seed (`torch.initial_seed`), which leaves no trace.
-        """
-        loader = self._loader
-        with self._generators:
-            pack = self._load_pack(microbatches, step)
-            if loader.seed_generators is seed_torch_generator and self._generators.numpy_or_python_has_changed():
-                loader.seed_generators = seed_generators
-                microbatches = iter(self._microbatches)
-                pack = self._load_pack(microbatches, step)
-        return pack, microbatches
-
     def _load_pack(self, microbatches: Iterator[Any], step: int) -> MicrobatchPack[Any]:
-        num_microbatches = len(self._place.microbatch_starts(step))
+        num_microbatches = self._place.plan.num_microbatches(step, self._place.dp_size)
         pack: list[Any] = []
         try:
             # Not `tuple()` at once: how many have come tells which one is missing.

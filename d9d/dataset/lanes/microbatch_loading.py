@@ -9,7 +9,12 @@ import torch
 from torch.utils.data import Dataset
 
 from d9d.core.types import CollateFn, IdleMicrobatch
-from d9d.dataset.lanes.generators import may_seed_generators
+from d9d.dataset.lanes.generators import (
+    may_seed_generators,
+    numpy_and_python_state,
+    seed_generators,
+    seed_torch_generator,
+)
 from d9d.dataset.lanes.order import SampleOrder
 from d9d.dataset.lanes.sample_loading import (
     MapDataset,
@@ -100,14 +105,21 @@ def add_weights(microbatch: dict[str, Any], weights: torch.Tensor, key: str = "s
 class MicrobatchLoader(Dataset[Any]):
     """Shows a dataset whose items are collated microbatches. It travels to loader processes.
 
+    [Note: seeding only what draws]
+    Seeding NumPy and Python for each microbatch takes longer than loading small samples, most of which draw no random
+    numbers. So loading begins without, and watches these generators. A microbatch that has drawn from them is dropped and
+    loaded once more with seeds, as all after it are: what comes out is the same as with seeds from the start. PyTorch's
+    generator is seeded fast, and always: one may ask for its seed (`torch.initial_seed`), which leaves no trace. NumPy may
+    keep back the second of a pair of normal numbers, and give it without a trace, but none from before: PyTorch seeds
+    it in loader processes, and elsewhere `KeptGenerators` exchanges it.
+
     Args:
         dataset: Map-style dataset.
         collate_fn: Makes a microbatch from its samples.
         order: Tells the weight at each position.
         seeds: Seed of each position.
         attach_weights: Puts the weights of samples into microbatches, or None to leave them out.
-        seed_generators: Seeds global generators before each microbatch, with a number from 0 to 2**63 - 1; None to leave
-            them alone.
+        seeds_generators: Whether to seed the global generators for each microbatch.
     """
 
     def __init__(
@@ -117,7 +129,7 @@ class MicrobatchLoader(Dataset[Any]):
         order: SampleOrder,
         seeds: SampleSeeds,
         attach_weights: AttachWeights | None,
-        seed_generators: Callable[[int], None] | None,
+        seeds_generators: bool,
     ) -> None:
         # Looked up once: asking a protocol takes longer than loading many a sample.
         self._seeded = dataset if isinstance(dataset, SeededDataset) else None
@@ -127,12 +139,25 @@ class MicrobatchLoader(Dataset[Any]):
         self._order = order
         self._seeds = seeds
         self._attach_weights = attach_weights
-        self.seed_generators = seed_generators
-        """May be changed in the process that loads."""
+        self._seeds_generators = seeds_generators
+        self._has_drawn = False
 
     def __getitem__(self, request: MicrobatchRequest) -> Any:  # noqa: ANN401 - see `AttachWeights`
-        if self.seed_generators is not None and may_seed_generators():
-            self.seed_generators(self._seeds.at(request.start))
+        if not (self._seeds_generators and may_seed_generators()):
+            return self._load(request)
+        seed = self._seeds.at(request.start)
+        if not self._has_drawn:
+            # See [Note: seeding only what draws].
+            seed_torch_generator(seed)
+            before = numpy_and_python_state()
+            microbatch = self._load(request)
+            if numpy_and_python_state() == before:
+                return microbatch
+            self._has_drawn = True
+        seed_generators(seed)
+        return self._load(request)
+
+    def _load(self, request: MicrobatchRequest) -> Any:  # noqa: ANN401 - see `AttachWeights`
         samples = self._load_samples(request)
         try:
             microbatch = self._collate_fn(samples)

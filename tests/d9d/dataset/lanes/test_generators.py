@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from d9d.dataset.lanes import generators
-from d9d.dataset.lanes.generators import KeptGenerators, seed_generators
+from d9d.dataset.lanes.generators import KeptGenerators, numpy_and_python_state, seed_generators
 
 
 def draws() -> list[float]:
@@ -47,11 +47,24 @@ def test_what_a_block_draws_is_noticed_and_undone(access: str, draw: Callable[[]
         seed_generators(7)
         for _ in range(num_before):
             random.gauss(0, 1)
-        with KeptGenerators() as kept:
+        with KeptGenerators():
+            before = numpy_and_python_state()
             draw()
-            assert kept.numpy_or_python_has_changed() == is_noticed
+            assert (numpy_and_python_state() != before) == is_noticed
         assert random.getstate() == state
         assert draws() == expected
+
+
+def test_another_generator_of_numpy_is_watched_as_well():
+    outside = np.random.get_bit_generator()
+    np.random.set_bit_generator(np.random.PCG64(1))
+    try:
+        before = numpy_and_python_state()
+        assert numpy_and_python_state() == before
+        np.random.rand()
+        assert numpy_and_python_state() != before
+    finally:
+        np.random.set_bit_generator(outside)
 
 
 def test_the_state_lies_where_it_is_looked_for():

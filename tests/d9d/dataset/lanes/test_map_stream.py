@@ -545,9 +545,9 @@ class RareNoise(Numbers):
 @pytest.mark.parametrize(
     ("draw", "num_loaded_twice"),
     [
-        # The first pack draws, and is loaded twice.
-        (random.random, 8),
-        (np.random.randn, 8),
+        # The first microbatch that draws is loaded twice.
+        (random.random, 2),
+        (np.random.randn, 2),
         (lambda: torch.rand(()).item(), 0),
         (torch.initial_seed, 0),
         (lambda: np.random.default_rng(torch.initial_seed()).random(), 0),
