@@ -61,17 +61,20 @@ class CheckpointPath:
             OSError: If that fails, or something that is no checkpoint has the path.
         """
         self.recover()
-        if self._path.is_dir() and not self._path.is_symlink() and not _is_checkpoint(self._path):
-            raise FileExistsError(
-                f"{self._path} is a folder without a commit record, so no checkpoint. Choose another path."
-            )
+        self._refuse_other_folder()
         if not self._unfinished.is_dir():
             self._unfinished.mkdir(parents=True, exist_ok=True)
             sync_folder(self._path.parent)
         for leftover in (self._partial, self._removed, *self._stale()):
             shutil.rmtree(leftover, ignore_errors=True)
-        self._partial.mkdir()
+        self._partial.mkdir(parents=True)
         return self._partial
+
+    def _refuse_other_folder(self) -> None:
+        if self._path.is_dir() and not self._path.is_symlink() and not _is_checkpoint(self._path):
+            raise FileExistsError(
+                f"{self._path} is a folder without a commit record, so no checkpoint. Choose another path."
+            )
 
     def _stale(self) -> list[Path]:
         """Return what was left long ago and is no complete checkpoint that waits for its name."""
@@ -106,6 +109,7 @@ class CheckpointPath:
 
     def _give_name(self) -> None:
         """Give a checkpoint with a record its path. Whatever is killed here, `recover` does the rest."""
+        self._refuse_other_folder()
         if self._path.is_symlink():
             self._path.unlink()
         elif self._path.exists():

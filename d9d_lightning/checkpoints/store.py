@@ -20,7 +20,7 @@ from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch import LightningModule
 from torch.optim import Optimizer
 
-from d9d.checkpoint import CheckpointPath, CheckpointSaver, verify_checkpoint
+from d9d.checkpoint import CheckpointPath, CheckpointSaver, Document, verify_checkpoint
 from d9d.checkpoint.inspection import is_checkpoint
 from d9d.core.device import random_state, set_random_state
 from d9d.core.dist_context import DistributedContext
@@ -41,7 +41,7 @@ _TIMEOUT_S = 1800.0
 """Time limit of what ranks exchange about a checkpoint: one of them may write or hash for long."""
 _LIMIT_AFTER_FAILURE_S = 5.0
 """Time that a checkpoint in the background has left when the run fails for another reason."""
-_RANDOM = "random_states"
+_RANDOM, _MESH = "random_states", "mesh"
 _NUM_SHOWN = 20
 
 _GROUPS: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, dist.ProcessGroup]] = weakref.WeakKeyDictionary()
@@ -160,6 +160,7 @@ class CheckpointStore:
         state = state_to_save(checkpoint, module, groups, cut, is_of_first_replica=self._is_of_first_replica(cut))
         if has_optimizers:
             state[_RANDOM] = {str(participants.rank): dict(random_state(self._device))}
+            state[_MESH] = Document(self._mesh)
         background = self._in_background() if self._saves_in_background and not in_foreground else None
         self._saver = CheckpointSaver(CheckpointPath(folder, _log), participants, background)
         self._saver.save(state, int(checkpoint.get("global_step", 0)))
@@ -271,11 +272,18 @@ class CheckpointStore:
             )
         return paths[0]
 
+    @property
+    def _mesh(self) -> dict[str, int]:
+        """Degrees of the mesh; empty on one process."""
+        return {} if self._context is None else self._context.mesh_params.model_dump()
+
     def _own_random_state(self, files: SavedFiles) -> Mapping[str, torch.Tensor] | None:
-        """Return what the random generators of this rank were, if there were as many ranks."""
-        rank, size = self._participants.rank, self._participants.size
-        prefix = f"{_RANDOM}.{rank}."
-        if not files.has(f"{prefix}cpu") or files.has(f"{_RANDOM}.{size}.cpu"):
+        """Return what the random generators of this rank were, if the mesh was this one.
+
+        On another one those of some ranks must be alike that were not.
+        """
+        prefix = f"{_RANDOM}.{self._participants.rank}."
+        if not files.has(f"{prefix}cpu") or files.read_document(_MESH) != self._mesh:
             return None
         rooms = {
             key: files.room_for(f"{prefix}{key}", None) for key in ("cpu", "device") if files.has(f"{prefix}{key}")
@@ -287,7 +295,7 @@ class CheckpointStore:
         """Let random numbers go on as they would have behind the checkpoint, once. Not collective.
 
         Returns:
-            Whether they do: there was one, of as many ranks.
+            Whether they do: there was one, of the same mesh.
         """
         state, self._random_state = self._random_state, None
         if state is None:

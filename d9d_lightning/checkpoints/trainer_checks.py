@@ -1,6 +1,6 @@
 """What is wrong with the checkpoints that a Trainer is going to save, found before it trains."""
 
-import os
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -78,10 +78,14 @@ def _check_callback(callback: Checkpoint, *, is_first: bool, in_background: bool
 
 def _check_writable(path: Path) -> None:
     existing = next(parent for parent in (path, *path.parents) if parent.exists())
-    if not existing.is_dir():
-        raise NotADirectoryError(f"checkpoints cannot be saved to {path}: {existing} is no folder.")
-    if not os.access(existing, os.W_OK | os.X_OK):
-        raise PermissionError(f"checkpoints cannot be saved to {path}: {existing} is not writable.")
+    try:
+        # Its permissions alone do not tell.
+        with tempfile.TemporaryFile(dir=existing):
+            pass
+    except OSError as error:
+        raise OSError(
+            f"checkpoints cannot be saved to {path}: nothing can be written to {existing} ({error})."
+        ) from error
 
 
 def local_path(path: str | Path) -> Path:

@@ -104,7 +104,7 @@ def collect_model_state(
         cut: The whole module, if it is cut into pipeline stages.
         broadcast: Returns the value of rank 0 on all ranks.
     """
-    folder = Path(broadcast(tempfile.mkdtemp()))
+    folder = Path(broadcast(tempfile.mkdtemp() if store.is_first else ""))
     try:
         store.save({"state_dict": module.state_dict()}, folder / "weights", module, (), cut)
         store.wait()

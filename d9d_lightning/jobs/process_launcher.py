@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple, cast
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.fabric.strategies.launchers.multiprocessing import (
     _check_bad_cuda_fork,
     _check_missing_main_guard,
@@ -174,7 +175,7 @@ class ProcessLauncher(_MultiProcessingLauncher):
         if is_fitting:
             # Not through the queue, whose tensors end with the process that sent them.
             path = str(Path(tempfile.mkdtemp()) / "weights.ckpt")
-            self._strategy.checkpoint_io.save_checkpoint(weights, path)
+            TorchCheckpointIO().save_checkpoint(weights, path)
         callback = trainer.checkpoint_callback
         best_path = None if callback is None else vars(callback).get("best_model_path")
         return _WorkerOutput(best_path, path, trainer.state, results, self.get_extra_results(trainer))

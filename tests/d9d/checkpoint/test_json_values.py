@@ -4,6 +4,7 @@ import collections
 import enum
 import json
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -90,9 +91,15 @@ def test_ordered_dictionaries_stay_such():
     assert read == value
 
 
-@pytest.mark.parametrize(
-    "value", [Point(1, 2), collections.defaultdict(int), collections.Counter("a"), Number.ONE, np.ma.masked_array([1])]
-)
+@pytest.mark.parametrize("value", [collections.Counter({4: 2, 2: 1}), Path("a") / "b"])
+def test_counters_and_paths_stay_such(value: Any):
+    """As MultiStepLR keeps its milestones, and hyper-parameters have them."""
+    read = from_json(to_json([value], "key"), "key")
+    assert type(read[0]) is type(value)
+    assert read == [value]
+
+
+@pytest.mark.parametrize("value", [Point(1, 2), collections.defaultdict(int), Number.ONE, np.ma.masked_array([1])])
 def test_what_would_come_back_as_something_else_is_refused(value: Any):
     with pytest.raises(TypeError, match="cannot hold task"):
         to_json(value, "task")
