@@ -62,7 +62,9 @@ class Job:
             parallelize_hsdp(self.module, context.mesh_for(DENSE_DOMAIN)["dp_replicate", "dp_cp_shard"])
         self.schedule = JobSchedule(JobScheduleConfig(), Stream())
         gc = ManualGarbageCollector(context, GarbageCollectionConfig(period_steps="disable"), self.schedule)
-        config = CheckpointingConfig(save_dir=folder, period_steps=every, num_to_keep=keep, on_best=best, timeout=timeout_s)
+        config = CheckpointingConfig(
+            save_dir=folder, period_steps=every, num_to_keep=keep, on_best=best, timeout=timeout_s
+        )
         self.checkpointer = StateCheckpointer(
             context, self.schedule, config, gc, "run", None, lambda name: value_at(self.schedule.current_step)
         )
