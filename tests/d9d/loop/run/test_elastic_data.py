@@ -265,12 +265,37 @@ def test_another_global_batch_changes_the_number_of_steps_left(tmp_path):
 # -- peers
 
 
+class TellsSeedZero:
+    """Gives streams whose states look equal on all ranks: only their samples tell that they are not."""
+
+    def __init__(self, provider: AutoDataProvider) -> None:
+        self._provider = provider
+
+    def __call__(self, context: Any) -> Any:
+        stream = self._provider(context)
+        state_dict = stream.state_dict
+        stream.state_dict = lambda: {**state_dict(), "seed": 0}
+        return stream
+
+
+@pytest.mark.world_size(2)
+def test_ranks_with_other_seeds_are_refused_before_the_model_is_built(tmp_path):
+    with pytest.raises(ValueError, match=r"data\.seed: 0 on rank 0; 1 on rank 1"):
+        build_job(
+            DeviceMeshParameters(data_parallel_replicate=2),
+            tmp_path,
+            total_steps=4,
+            data_provider=auto_data(64, seed=dist.get_rank()),
+            model_provider=BuildsNothing(),
+        )
+
+
 @pytest.mark.world_size(4)
 @pytest.mark.parametrize("mesh", [TENSOR, ONE_STREAM], ids=["two streams", "one stream"])
 def test_a_rank_that_reads_other_samples_is_named_on_all_ranks(tmp_path, mesh):
-    seed = 1 if dist.get_rank() == 3 else 0
     overrides = {"data_agreement": {"period_steps": 2}}
-    job = build_job(mesh, tmp_path, total_steps=4, data_provider=auto_data(64, seed=seed), overrides=overrides)
+    data = TellsSeedZero(auto_data(64, seed=1 if dist.get_rank() == 3 else 0))
+    job = build_job(mesh, tmp_path, total_steps=4, data_provider=data, overrides=overrides)
     peers = r"\[2\]" if mesh.data_parallel == 2 else r"\[0, 1, 2\]"
     with pytest.raises(
         RuntimeError, match=rf"in step 2, ranks \[3\] ask for other sample numbers than ranks {peers}, though"
