@@ -197,24 +197,35 @@ class AutoDataConfig(BaseModel):
 
 def _source_problems(config: AutoDataConfig) -> list[str]:
     """Return which settings do not go with a mixture or with packing."""
-    if not config.mixture and config.packing is None:
+    is_mixed, is_packed = bool(config.mixture), config.packing is not None
+    if not (is_mixed or is_packed):
         return []
-    what = "mixture" if config.packing is None else "packing"
-    unfit = {
-        "num_epochs": (config.num_epochs is not None, "its data has no end: set null, and schedule.total_steps"),
-        "tail": (config.tail is not Tail.wrap, "its steps go over the ends of epochs: set 'wrap'"),
-    }
-    if config.mixture:
-        unfit["num_samples"] = (config.num_samples is not None, "it has several datasets: leave it out")
-    if config.packing is not None:
-        unfit["num_workers"] = (config.num_workers > 0, "documents are loaded where the stream is read: set 0")
-        unfit["skip_steps"] = (
-            bool(config.skip_steps),
-            "what comes next is known only behind what is before: leave it out",
-        )
-    values = {name: config.tail and config.tail.value if name == "tail" else vars(config)[name] for name in unfit}
+    what = "packing" if is_packed else "mixture"
+    tail = None if config.tail is None else config.tail.value
+    settings: list[tuple[str, object, bool, str]] = [
+        ("num_epochs", config.num_epochs, config.num_epochs is not None, "which has no end: set null"),
+        ("tail", tail, config.tail is not Tail.wrap, "whose steps go over the ends of epochs: set 'wrap'"),
+        (
+            "num_samples",
+            config.num_samples,
+            is_mixed and config.num_samples is not None,
+            "of several datasets: leave it out",
+        ),
+        (
+            "num_workers",
+            config.num_workers,
+            is_packed and config.num_workers > 0,
+            "whose documents are loaded where the stream is read: set 0",
+        ),
+        (
+            "skip_steps",
+            config.skip_steps,
+            is_packed and bool(config.skip_steps),
+            "which knows what comes next only behind what is before: leave it out",
+        ),
+    ]
     problems = [
-        f"{name} ({values[name]}) does not go with {what}, {why}" for name, (is_unfit, why) in unfit.items() if is_unfit
+        f"{name} ({value}) does not go with {what}, {why}" for name, value, is_unfit, why in settings if is_unfit
     ]
     return [*problems, *mixture_problems(config.mixture)]
 

@@ -177,7 +177,7 @@ def test_other_mixtures_and_packing_are_refused(tmp_path, before, now, message):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"mixture": MIXTURE, "num_epochs": 1}, r"num_epochs \(1\) does not go with mixture, its data has no end"),
+        ({"mixture": MIXTURE, "num_epochs": 1}, r"num_epochs \(1\) does not go with mixture, which has no end"),
         ({"packing": BEST_FIT, "tail": None}, r"tail \(None\) does not go with packing.*set 'wrap'"),
         ({"packing": BEST_FIT, "num_workers": 2, "skip_steps": [[2, 3]]}, r"num_workers \(2\) .*; skip_steps"),
         ({"mixture": {"web": 0}}, r"the weight of 'web' \(0\) must be at least 1"),
