@@ -22,10 +22,13 @@ from d9d.module.parallelism.api import (
     parallelize_replicate,
     parallelize_tensor_ffn,
 )
+from d9d.module.parallelism.explain import predict_layouts, read_layouts
+from d9d.module.parallelism.plan import ParallelPlan, resolve_plan
+from d9d.module.parallelism.plan_apply import parallelize_by_plan
 from d9d.peft import inject_peft_and_freeze, merge_peft
 from d9d.peft.lora import LoRA, LoRAConfig, LoRALinear, LoRAParameters
 from tests.d9d.module.block.oracles import randomize
-from tests.harness.parity import assert_close_tree, full, named_full_parameters
+from tests.harness.parity import assert_close_tree, full, named_full_gradients, named_full_parameters
 from tests.numerics.model_runs import Layout, Provider, run_engine, run_plainly
 
 TOLERANCE = {"rtol": 0.0, "atol": 1e-10}
@@ -179,6 +182,52 @@ def compare_with_one_process(model: nn.Module, single: nn.Module, x: torch.Tenso
     assert not any(isinstance(child, LoRALinear) for child in model.modules())
     assert_close_tree(named_full_parameters(model), named_full_parameters(single), **TOLERANCE)
     torch.testing.assert_close(full(model(x)), expected, **TOLERANCE)
+
+
+class Pair(nn.Module):
+    """Two layers by themselves, and a block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(6, 10)
+        self.down = nn.Linear(10, 6)
+        self.ffn = SwiGLU(6, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.ffn(self.down(self.up(x).tanh()))
+
+
+@pytest.mark.world_size(2)
+def test_plans_name_layers_with_adapters():
+    """Outputs and gradients of one process, and each parameter is where the table of the plan says."""
+    params = DeviceMeshParameters(tensor_parallel=2)
+    context = params.build()
+    plan = ParallelPlan.read({"up": "colwise", "down": "rowwise", "ffn": "ffn"}, 100, None, None)
+    method = LoRA(
+        LoRAConfig(module_name_pattern=re.compile(r"up|down|ffn\..*"), params=LoRAParameters(r=3, alpha=4, dropout=0.0))
+    )
+
+    def build() -> Pair:
+        model = Pair().double()
+        inject_peft_and_freeze(method, model)
+        randomize(model)
+        return model
+
+    model, single = build(), build()
+    predicted = predict_layouts(single, resolve_plan(single, plan, params), params)
+    parallelize_by_plan(model, context, plan)
+    read = read_layouts(model)
+    assert {name: (each.domain, each.placements) for name, each in read.items()} == {
+        name: (each.domain, each.placements) for name, each in predicted.items()
+    }
+    x = torch.randn(3, 6, dtype=torch.float64, generator=seeded())
+    outputs = [full(each(x)) for each in (model, single)]
+    torch.testing.assert_close(*outputs, **TOLERANCE)
+    for output in outputs:
+        output.sin().sum().backward()
+    gradients = named_full_gradients(single)
+    assert len(gradients) == 10
+    assert_close_tree(named_full_gradients(model), gradients, **TOLERANCE)
 
 
 @pytest.mark.world_size(4)
