@@ -54,7 +54,6 @@ LAYOUTS = {
     ),
 }
 DEFAULT = {
-    (DENSE, "shard 2"),
     (DENSE, "tp 2 x shard 2"),
     (LATENT, "tp 2, parts of sequences"),
     (MOE, "pp 2, zero bubble v"),
@@ -119,7 +118,7 @@ def check(name: str, layout: str) -> None:
         assert_close_tree(found, {key: right[key] for key in found}, **TOLERANCE)
 
 
-def changed_ffn() -> SwiGLU:
+def ffn_with_values() -> SwiGLU:
     model = SwiGLU(6, 10).double()  # a width that two shards of two splits do not divide
     randomize(model)
     return model
@@ -132,7 +131,7 @@ def test_adapters_of_a_distributed_model(kind: str):
     degrees = {"tensor": {"tensor_parallel": 2}, "shard": {"data_parallel_shard": 2}}
     context = DeviceMeshParameters(**degrees.get(kind, {"data_parallel_replicate": 2})).build()
     mesh = context.mesh_for(DENSE_DOMAIN)
-    model = changed_ffn()
+    model = ffn_with_values()
     match kind:
         case "replicate":
             parallelize_replicate(model, mesh["dp_replicate"])
@@ -141,7 +140,7 @@ def test_adapters_of_a_distributed_model(kind: str):
         case "tensor":
             parallelize_tensor_ffn(model, mesh["tp"])
     torch.manual_seed(context.mesh_for(REGULAR_DOMAIN).get_rank())  # first values differ by rank, until they are sent
-    compare_with_one_process(model, changed_ffn(), torch.randn(3, 6, dtype=torch.float64, generator=seeded()))
+    compare_with_one_process(model, ffn_with_values(), torch.randn(3, 6, dtype=torch.float64, generator=seeded()))
 
 
 @pytest.mark.world_size(2)
@@ -234,7 +233,7 @@ def test_plans_name_layers_with_adapters():
 def test_split_and_sharded_layers_are_refused():
     context = DeviceMeshParameters(tensor_parallel=2, data_parallel_shard=2).build()
     mesh = context.mesh_for(DENSE_DOMAIN)
-    model = changed_ffn()
+    model = ffn_with_values()
     parallelize_tensor_ffn(model, mesh["tp"])
     parallelize_hsdp(model, mesh["dp_replicate", "dp_cp_shard", "tp"])
     with pytest.raises(NotImplementedError, match="Inject adapters before the model is distributed"):
@@ -245,7 +244,7 @@ def test_split_and_sharded_layers_are_refused():
 def test_split_and_sharded_adapters_are_merged():
     context = DeviceMeshParameters(tensor_parallel=2, data_parallel_shard=2).build()
     mesh = context.mesh_for(DENSE_DOMAIN)
-    models = [nn.ModuleDict({"mlp": changed_ffn()}) for _ in range(2)]
+    models = [nn.ModuleDict({"mlp": ffn_with_values()}) for _ in range(2)]
     for each in models:
         inject_peft_and_freeze(ATTENTION_AND_FFN, each)
     model, single = models
