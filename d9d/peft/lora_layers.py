@@ -3,6 +3,7 @@
 Axes: I input features, O output features, R rank, S rows in groups (of experts).
 """
 
+from collections.abc import Mapping
 from typing import TypeAlias
 
 import torch
@@ -78,6 +79,16 @@ class LoRALinear(nn.Module, ModuleLateInit):
         # Values are the same on all ranks, as those of the layer.
         follow_split(self.base, (self.lora_A, self.lora_B), src_data_rank=None)
         move_hooks(self.base, self, but=before)
+
+    def split_dims(self, dim: int) -> Mapping[str, int | None]:
+        """Return along which dimension each parameter is split where the weight of the layer is along `dim`."""
+        by_outputs = 0 if dim == 0 else None
+        return {
+            "base.weight": dim,
+            "base.bias": by_outputs,
+            "lora_A.weight": 1 if dim == 1 else None,
+            "lora_B.weight": by_outputs,
+        }
 
     def merge_with_base_(self) -> nn.Linear:
         """Add the adapter to the weight of the layer, in place, and return the layer.

@@ -23,8 +23,18 @@ __all__ = ["follow_layout", "follow_split", "hook_ids", "move_hooks", "own_weigh
 
 
 def own_weight(layer: nn.Module) -> nn.Parameter:
-    """Return the weight of a layer as the parameter that it is, also where the layer computes with a plain leaf of it."""
-    return dict(layer.named_parameters(recurse=False))["weight"]
+    """Return the weight of a layer as the parameter that it is, also where the layer computes with a plain leaf of it.
+
+    Raises:
+        NotImplementedError: If it has none of its own.
+    """
+    weight = dict(layer.named_parameters(recurse=False)).get("weight")
+    if weight is None:
+        raise NotImplementedError(
+            f"a {type(layer).__name__} whose weight is taken apart, as tensor parallelism does with fused layers, can have no "
+            f"adapter. Use a layer for each thing that it computes."
+        )
+    return weight
 
 
 def follow_layout(base: nn.Module, factors: Sequence[nn.Module], *, is_sharded: bool) -> None:

@@ -1,4 +1,4 @@
-"""LoRA by the peft package: adapters train as on one process, and the frozen weights stay."""
+"""LoRA, by the peft package and by ours: adapters train as on one process, and the frozen weights stay."""
 
 import lightning as L
 import pytest
@@ -7,6 +7,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+from d9d.peft import inject_peft_and_freeze
+from d9d.peft.all import PeftStackConfig, peft_method_from_config
 from tests.d9d_lightning.support import (
     NUM_FEATURES,
     Block,
@@ -45,8 +47,21 @@ class Adapted(L.LightningModule):
         return torch.optim.AdamW(trained, lr=1e-2, weight_decay=0.1)
 
 
-def trained(trainer, rank, size):
-    module = seeded(Adapted)
+class AdaptedByUs(Adapted):
+    """The same layers with adapters of d9d.peft."""
+
+    def __init__(self):
+        L.LightningModule.__init__(self)
+        self.model = nn.Sequential(*[Block(NUM_FEATURES) for _ in range(2)], nn.Linear(NUM_FEATURES, 1))
+        lora = {"kind": "lora", "module_name_pattern": r"\d\.inner\.0", "params": {"r": 2, "alpha": 4, "dropout": 0}}
+        head = {"kind": "full_tune", "module_name_pattern": "2"}
+        config = PeftStackConfig.model_validate({"methods": [lora, head]})
+        inject_peft_and_freeze(peft_method_from_config(config), self.model)
+        self.losses = []
+
+
+def trained(trainer, rank, size, kind=Adapted):
+    module = seeded(kind)
     trainer.fit(module, rank_loader(make_samples(NUM_STEPS * BATCH), BATCH, rank, size))
     return full_state(module)
 
@@ -62,6 +77,17 @@ def test_adapters_train_as_on_one_process(mesh, microbatches):
     before = seeded(Adapted).state_dict()
     changed = {name for name, tensor in expected.items() if not torch.equal(tensor, before[name])}
     assert changed == {name for name in before if "lora_" in name or "modules_to_save" in name}
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("mesh", [{"data_parallel_replicate": 2}, {"data_parallel_shard": 2}], ids=str)
+def test_our_adapters_train_as_on_one_process(mesh):
+    state = trained(build_trainer(mesh, gradient_clip_val=0.1), dist.get_rank(), 2, AdaptedByUs)
+    expected = trained(plain_trainer(gradient_clip_val=0.1), 0, 1, AdaptedByUs)
+    torch.testing.assert_close(state, expected, **TOLERANCE)
+    before = seeded(AdaptedByUs).state_dict()
+    changed = {name for name, tensor in expected.items() if not torch.equal(tensor, before[name])}
+    assert changed == {name for name in before if "lora_" in name or name.startswith("model.2.")}
 
 
 @pytest.mark.world_size(2)

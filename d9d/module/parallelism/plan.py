@@ -31,6 +31,7 @@ from d9d.module.parallelism.plan_words import (
     likely_word,
     size_problems,
 )
+from d9d.module.parallelism.tensor import SplitsItself
 from d9d.module.parallelism.units import repeated_blocks, wrap_by_size
 
 Parallelize: TypeAlias = (
@@ -299,7 +300,9 @@ def _sequence_problems(splits: Mapping[str, Choice], module: nn.Module) -> list[
     if all(choice.value != SEQUENCE_WORD for choice in splits.values()):
         return []
     single = {
-        name: choice.word for name, choice in splits.items() if isinstance(choice.module, nn.Linear | nn.Embedding)
+        name: choice.word
+        for name, choice in splits.items()
+        if isinstance(choice.module, nn.Linear | nn.Embedding | SplitsItself)
     }
     inside = {parameter for choice in splits.values() for parameter in choice.module.parameters()}
     whole = {

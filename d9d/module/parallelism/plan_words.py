@@ -9,7 +9,7 @@ between split blocks], and every trained parameter, and every dropout, belongs t
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
-from typing import Literal, NamedTuple, TypeAlias, cast, get_args
+from typing import Literal, NamedTuple, TypeAlias, get_args
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -29,7 +29,7 @@ from d9d.module.parallelism.expert import parallelize_expert_parallel
 from d9d.module.parallelism.fused import FusedColwiseParallel
 from d9d.module.parallelism.key_value_exchange import ContextParallelMethod
 from d9d.module.parallelism.style import DropoutOfParts
-from d9d.module.parallelism.tensor import parallelize_tensor
+from d9d.module.parallelism.tensor import SplitsItself, parallelize_tensor
 from d9d.module.parallelism.tensor_blocks import (
     check_tensor_parallel_heads,
     parallelize_tensor_attention,
@@ -88,12 +88,12 @@ CONTEXT_WORDS = get_args(ContextSplit)
 EXPERT_WORD = "expert"
 SEQUENCE_WORD = "sequence"
 
-_LAYERS: Mapping[str, tuple[type[nn.Module], ...]] = {
-    "colwise": (nn.Linear, nn.Embedding),
-    "colwise_gather": (nn.Linear, nn.Embedding),
-    "colwise_dtensor": (nn.Linear, nn.Embedding),
-    "rowwise": (nn.Linear,),
-    "rowwise_split": (nn.Linear,),
+_LAYERS: Mapping[str, tuple[type, ...]] = {
+    "colwise": (nn.Linear, nn.Embedding, SplitsItself),
+    "colwise_gather": (nn.Linear, nn.Embedding, SplitsItself),
+    "colwise_dtensor": (nn.Linear, nn.Embedding, SplitsItself),
+    "rowwise": (nn.Linear, SplitsItself),
+    "rowwise_split": (nn.Linear, SplitsItself),
     "vocab": (nn.Embedding, SplitTokenEmbeddings, SplitLanguageModellingHead),
     "dropout": (nn.Dropout,),
     "attention": (GroupedQueryAttention, MultiHeadLatentAttention),
@@ -140,7 +140,8 @@ class Choice:
         """The torch style that splits a single layer; None for a block."""
         if isinstance(self.value, ParallelStyle):
             return self.value
-        return _STYLES[self.value]() if isinstance(self.module, nn.Linear | nn.Embedding | nn.Dropout) else None
+        is_single = isinstance(self.module, nn.Linear | nn.Embedding | nn.Dropout | SplitsItself)
+        return _STYLES[self.value]() if is_single else None
 
     @property
     def word(self) -> str:
@@ -218,26 +219,41 @@ def cuts_of(choice: Choice, tensor_parallel: int) -> Mapping[str, Cut]:
     match choice.value, choice.module:
         case ((FusedColwiseParallel() | "colwise" | "colwise_gather" | "colwise_dtensor"), module):
             dims = {"weight": 1} if isinstance(module, nn.Embedding) else {"weight": 0, "bias": 0}
-        case (("rowwise" | "rowwise_split"), _):
-            dims = {"weight": 1, "bias": None}
+            dims = module.split_dims(0) if isinstance(module, SplitsItself) else dims
+        case (("rowwise" | "rowwise_split"), module):
+            dims = module.split_dims(1) if isinstance(module, SplitsItself) else {"weight": 1, "bias": None}
         case "vocab", _:
             dims = dict.fromkeys(names, 0)
-        case "ffn", _:
-            dims = {name: _ffn_dim(name) for name in names}
+        case "ffn", module:
+            dims = _dims_of_block(module, _ffn_dim)
         case (("attention" | "attention_shared_kv"), module):
             has_whole_keys = isinstance(module, GroupedQueryAttention) and _num_kv_heads(module) % tensor_parallel
             whole = ("norm", "kv_down_proj", "q_proj.down_proj", *(("k_proj", "v_proj") if has_whole_keys else ()))
-            dims = {name: None if any(part in name for part in whole) else _width_dim(name, "o_proj") for name in names}
-        case "expert", _:
+            dims = _dims_of_block(
+                module, lambda name: None if any(part in name for part in whole) else _width_dim(name, "o_proj")
+            )
+        case "expert", MoELayer() as module:
             shared, inside = "shared_expert.", "shared_expert.mlp."
+            widths = {} if module.shared_expert is None else _dims_of_block(module.shared_expert.mlp, _ffn_dim)
             experts = {name: 0 if name.startswith("grouped_experts.") else None for name in names}
             return {
                 **{name: Cut("ep_shard", dim) for name, dim in experts.items() if not name.startswith(shared)},
-                **{name: Cut("tp", _ffn_dim(name.removeprefix(inside))) for name in names if name.startswith(inside)},
+                **{f"{inside}{name}": Cut("tp", dim) for name, dim in widths.items()},
             }
         case _:
             dims = {}
     return {name: Cut("tp", dim) for name, dim in dims.items()}
+
+
+def _dims_of_block(module: nn.Module, dim_of: Callable[[str], int | None]) -> dict[str, int | None]:
+    """Return along which dimension each parameter of a block is cut, from what is so of its layers without adapters."""
+    dims = {name: dim_of(name) for name, _ in module.named_parameters()}
+    for name, child in module.named_modules():
+        if isinstance(child, SplitsItself):
+            dim = dim_of(f"{name}.weight")
+            own = dict.fromkeys(child.split_dims(0)) if dim is None else child.split_dims(dim)
+            dims.update({f"{name}.{key}": value for key, value in own.items()})
+    return dims
 
 
 def _ffn_dim(name: str) -> int | None:
@@ -295,8 +311,8 @@ def size_problems(choice: Choice, tensor_parallel: int, expert_parallel: int) ->
 
 
 def _feature_problems(choice: Choice, module: nn.Module, degree: int) -> Iterator[str]:
-    dim = cast(int, cuts_of(choice, degree)["weight"].dim)
-    size = module.get_parameter("weight").size(dim)
+    name, dim = next((name, cut.dim) for name, cut in cuts_of(choice, degree).items() if cut.dim is not None)
+    size = module.get_parameter(name).size(dim)
     if size % degree:
         valid = [str(divisor) for divisor in range(1, size + 1) if size % divisor == 0]
         shown = ", ".join(valid[:8]) + (", ..." if len(valid) > 8 else "")
@@ -314,5 +330,5 @@ def likely_word(module: nn.Module) -> str | None:
     )
 
 
-def _class_name(layer: type[nn.Module]) -> str:
+def _class_name(layer: type) -> str:
     return f"nn.{layer.__name__}" if layer.__module__.startswith("torch.") else layer.__name__

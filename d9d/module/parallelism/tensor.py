@@ -1,6 +1,6 @@
 """Split single layers over the ranks of a tensor-parallel mesh, with torch's parallel styles."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -18,6 +18,10 @@ class SplitsItself(Protocol):
 
     def split_over_ranks(self, style: ParallelStyle, mesh: DeviceMesh) -> None:
         """Do what `parallelize_tensor` promises for the layer as a whole."""
+        ...
+
+    def split_dims(self, dim: int) -> Mapping[str, int | None]:
+        """Return along which dimension each parameter, by its name, is split where the weight is along `dim`; None: whole."""
         ...
 
 

@@ -22,10 +22,13 @@ from d9d.module.parallelism.api import (
     parallelize_replicate,
     parallelize_tensor_ffn,
 )
+from d9d.module.parallelism.explain import predict_layouts, read_layouts
+from d9d.module.parallelism.plan import ParallelPlan, resolve_plan
+from d9d.module.parallelism.plan_apply import parallelize_by_plan
 from d9d.peft import inject_peft_and_freeze, merge_peft
 from d9d.peft.lora import LoRA, LoRAConfig, LoRALinear, LoRAParameters
 from tests.d9d.module.block.oracles import randomize
-from tests.harness.parity import assert_close_tree, full, named_full_parameters
+from tests.harness.parity import assert_close_tree, full, named_full_gradients, named_full_parameters
 from tests.numerics.model_runs import Layout, Provider, run_engine, run_plainly
 
 TOLERANCE = {"rtol": 0.0, "atol": 1e-10}
@@ -51,7 +54,6 @@ LAYOUTS = {
     ),
 }
 DEFAULT = {
-    (DENSE, "shard 2"),
     (DENSE, "tp 2 x shard 2"),
     (LATENT, "tp 2, parts of sequences"),
     (MOE, "pp 2, zero bubble v"),
@@ -116,7 +118,7 @@ def check(name: str, layout: str) -> None:
         assert_close_tree(found, {key: right[key] for key in found}, **TOLERANCE)
 
 
-def changed_ffn() -> SwiGLU:
+def ffn_with_values() -> SwiGLU:
     model = SwiGLU(6, 10).double()  # a width that two shards of two splits do not divide
     randomize(model)
     return model
@@ -129,7 +131,7 @@ def test_adapters_of_a_distributed_model(kind: str):
     degrees = {"tensor": {"tensor_parallel": 2}, "shard": {"data_parallel_shard": 2}}
     context = DeviceMeshParameters(**degrees.get(kind, {"data_parallel_replicate": 2})).build()
     mesh = context.mesh_for(DENSE_DOMAIN)
-    model = changed_ffn()
+    model = ffn_with_values()
     match kind:
         case "replicate":
             parallelize_replicate(model, mesh["dp_replicate"])
@@ -138,7 +140,7 @@ def test_adapters_of_a_distributed_model(kind: str):
         case "tensor":
             parallelize_tensor_ffn(model, mesh["tp"])
     torch.manual_seed(context.mesh_for(REGULAR_DOMAIN).get_rank())  # first values differ by rank, until they are sent
-    compare_with_one_process(model, changed_ffn(), torch.randn(3, 6, dtype=torch.float64, generator=seeded()))
+    compare_with_one_process(model, ffn_with_values(), torch.randn(3, 6, dtype=torch.float64, generator=seeded()))
 
 
 @pytest.mark.world_size(2)
@@ -181,11 +183,57 @@ def compare_with_one_process(model: nn.Module, single: nn.Module, x: torch.Tenso
     torch.testing.assert_close(full(model(x)), expected, **TOLERANCE)
 
 
+class Pair(nn.Module):
+    """Two layers by themselves, and a block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(6, 10)
+        self.down = nn.Linear(10, 6)
+        self.ffn = SwiGLU(6, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.ffn(self.down(self.up(x).tanh()))
+
+
+@pytest.mark.world_size(2)
+def test_plans_name_layers_with_adapters():
+    """Outputs and gradients of one process, and each parameter is where the table of the plan says."""
+    params = DeviceMeshParameters(tensor_parallel=2)
+    context = params.build()
+    plan = ParallelPlan.read({"up": "colwise", "down": "rowwise", "ffn": "ffn"}, 100, None, None)
+    method = LoRA(
+        LoRAConfig(module_name_pattern=re.compile(r"up|down|ffn\..*"), params=LoRAParameters(r=3, alpha=4, dropout=0.0))
+    )
+
+    def build() -> Pair:
+        model = Pair().double()
+        inject_peft_and_freeze(method, model)
+        randomize(model)
+        return model
+
+    model, single = build(), build()
+    predicted = predict_layouts(single, resolve_plan(single, plan, params), params)
+    parallelize_by_plan(model, context, plan)
+    read = read_layouts(model)
+    assert {name: (each.domain, each.placements) for name, each in read.items()} == {
+        name: (each.domain, each.placements) for name, each in predicted.items()
+    }
+    x = torch.randn(3, 6, dtype=torch.float64, generator=seeded())
+    outputs = [full(each(x)) for each in (model, single)]
+    torch.testing.assert_close(*outputs, **TOLERANCE)
+    for output in outputs:
+        output.sin().sum().backward()
+    gradients = named_full_gradients(single)
+    assert len(gradients) == 10
+    assert_close_tree(named_full_gradients(model), gradients, **TOLERANCE)
+
+
 @pytest.mark.world_size(4)
 def test_split_and_sharded_layers_are_refused():
     context = DeviceMeshParameters(tensor_parallel=2, data_parallel_shard=2).build()
     mesh = context.mesh_for(DENSE_DOMAIN)
-    model = changed_ffn()
+    model = ffn_with_values()
     parallelize_tensor_ffn(model, mesh["tp"])
     parallelize_hsdp(model, mesh["dp_replicate", "dp_cp_shard", "tp"])
     with pytest.raises(NotImplementedError, match="Inject adapters before the model is distributed"):
@@ -196,7 +244,7 @@ def test_split_and_sharded_layers_are_refused():
 def test_split_and_sharded_adapters_are_merged():
     context = DeviceMeshParameters(tensor_parallel=2, data_parallel_shard=2).build()
     mesh = context.mesh_for(DENSE_DOMAIN)
-    models = [nn.ModuleDict({"mlp": changed_ffn()}) for _ in range(2)]
+    models = [nn.ModuleDict({"mlp": ffn_with_values()}) for _ in range(2)]
     for each in models:
         inject_peft_and_freeze(ATTENTION_AND_FFN, each)
     model, single = models
