@@ -175,23 +175,25 @@ class StateCheckpointer:
         if found is None:
             return False
         participants = self._checkpoints.participants
-        with participants.failing_together():
-            contents = in_present_layout(CheckpointContents(found.path, read_metadata(found.path), STATE_KEY))
-            wanted = {
-                STATE_KEY: state.prepare_to_load(contents) if isinstance(state, PreparesToLoad) else state.state_dict()
-            }
 
         def may_be_left(key: str) -> bool:
             return isinstance(state, PreparesToLoad) and state.may_be_left(key.removeprefix(f"{STATE_KEY}."))
 
         try:
+            with participants.failing_together():
+                contents = in_present_layout(CheckpointContents(found.path, read_metadata(found.path), STATE_KEY))
+                wanted = state.prepare_to_load(contents) if isinstance(state, PreparesToLoad) else state.state_dict()
             loaded = load_state(
-                found.path, wanted, self._checkpoints.group, metadata=contents.metadata, may_be_left=may_be_left
+                found.path,
+                {STATE_KEY: wanted},
+                self._checkpoints.group,
+                metadata=contents.metadata,
+                may_be_left=may_be_left,
             )
         except ValueError as error:
             raise ValueError(
-                f"{error}\nIf model, optimizer or metrics were changed since it was written, start another run (run.name), or "
-                f"remove it."
+                f"{error}\nIf the model was changed on purpose, set checkpointing.on_changed_parameters to 'allow'. Otherwise undo "
+                f"the change, start another run (run.name), or remove the checkpoint."
             ) from error
         with participants.failing_together():
             state.load_state_dict(loaded[STATE_KEY])

@@ -99,10 +99,20 @@ class TrainedState:
 
     # Any: state dicts hold what their owners choose.
     def state_dict(self) -> dict[str, Any]:
-        """Return references to what is to be saved."""
+        """Return references to what is to be saved.
+
+        Raises:
+            ValueError: If a module has other entries than when their names were agreed on.
+        """
         model: dict[str, Any] = {}
         for module, keys in zip(self._modules, self._names.keys, strict=True):
-            model |= {keys[name]: value for name, value in module.state_dict().items() if self._is_saved(name, module)}
+            entries = module.state_dict()
+            if new := entries.keys() - keys.keys():
+                raise ValueError(
+                    f"{type(module).__name__} has got entries since the job was configured, which have no name in a checkpoint: "
+                    f"{_listed(new)}. Add them before the optimizer is built."
+                )
+            model |= {keys[name]: value for name, value in entries.items() if self._is_saved(name, module)}
         state: dict[str, Any] = {}
         records: dict[str, Document] = {}
         for stage, optimizer, keys in zip(self._names.stages, self._optimizers, self._keys, strict=True):

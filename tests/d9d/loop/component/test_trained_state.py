@@ -303,6 +303,13 @@ def test_a_removed_parameter_is_named_unless_that_is_asked_for(tmp_path: Path):
     check_equal(second.weights(), {name: first.weights()[name] for name in second.weights()})
 
 
+def test_an_entry_that_came_later_is_named(tmp_path: Path):
+    job = Job(Stage("0"))
+    job.modules[0].register_buffer("late", torch.zeros(1))
+    with pytest.raises(ValueError, match=r"has got entries since the job was configured, .*: late"):
+        job.save(tmp_path)
+
+
 def test_state_that_is_missing_in_part_is_an_error(tmp_path: Path):
     first = Job(Stage("0")).train()
     state = first.state.state_dict()

@@ -100,7 +100,10 @@ def test_one_process(tmp_path: Path):
 
 
 @pytest.mark.world_size(2)
-@pytest.mark.parametrize("degrees", [{"data_parallel_shard": 2}, {"data_parallel_replicate": 2}])
+@pytest.mark.parametrize(
+    "degrees",
+    [{"data_parallel_shard": 2}, pytest.param({"data_parallel_replicate": 2}, marks=pytest.mark.exhaustive)],
+)
 def test_two_ranks(tmp_path: Path, degrees: dict[str, int]):
     check(DeviceMeshParameters(**degrees), tmp_path)
 
