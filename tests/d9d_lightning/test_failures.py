@@ -71,7 +71,10 @@ def test_one_rank_that_raises_ends_the_others(mesh, bad_rank, tmp_path, monkeypa
     assert time.monotonic() - start_s < 10
     if dist.get_rank() != bad_rank:
         (note,) = caught.value.__notes__
-        assert f"because rank {bad_rank} failed in step 3, a batch of the train loop: BoomError: boom on {bad_rank}" in note
+        assert (
+            f"because rank {bad_rank} failed in step 3, a batch of the train loop: BoomError: boom on {bad_rank}"
+            in note
+        )
     assert not list(tmp_path.rglob("*.ckpt"))
     with pytest.raises(RuntimeError, match="Start the job again"):
         build_trainer(mesh).fit(seeded(Regression), rank_loader(make_samples(8), 4, dist.get_rank(), 2))

@@ -18,7 +18,6 @@ nothing of what the rank is stuck in.
 import contextlib
 import json
 import os
-import select
 import socket
 import sys
 import threading
@@ -284,8 +283,10 @@ class JobWatch:
         channel = self._channel
         if channel is None:
             time.sleep(_TICK_S)
+            with contextlib.suppress(RuntimeError):  # the store is gone, and the working thread will notice
+                self._look_into_store()
             return
-        if not select.select([channel.socket], [], [], _TICK_S)[0]:
+        if not channel.wait(_TICK_S):
             return
         messages = channel.receive()
         for message in messages or ():
@@ -295,7 +296,6 @@ class JobWatch:
                 case "where":
                     channel.send(Message("here", self._context.rank, self._whereabouts()))
                 case "bye":
-                    messages = None
                     self._channel = None
                     channel.close()
                     return
