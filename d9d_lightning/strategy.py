@@ -339,6 +339,8 @@ class D9DStrategy(ParallelStrategy):
     @override
     def teardown(self) -> None:
         self._checkpoints.wait()
+        if self._failure is not None:
+            self._failure.leave()
         if self._run is not None:
             self._run.end()
             self._run = None

@@ -16,7 +16,9 @@ from torch.distributed.distributed_c10d import (
 )
 
 from d9d.core.dist_context import DistributedContext
+from d9d.core.failures.error_file import write_error_file
 from d9d.core.failures.report import described, is_echo
+from d9d.core.failures.watch import JobWatch
 from d9d.pipelining.p2p import close_group
 
 _log = logging.getLogger(__name__)
@@ -64,6 +66,7 @@ class RunFailure:
         self._trainer = trainer
         self._limit_s = LIMIT_S if timeout_s is None else min(LIMIT_S, timeout_s)
         self._is_alone: bool | None = None
+        self._watch = JobWatch(context)
         # The how manyeth run it is, counted by each rank for itself: all ranks make the same runs.
         self._run = _get_default_store().add(f"d9d/runs/{context.rank}", 1)
 
@@ -93,19 +96,23 @@ class RunFailure:
             exception: What was raised; it gets a note if another rank has raised before.
         """
         if not self.is_alone:
+            write_error_file(exception)
+            self.leave()
             return
-        with contextlib.suppress(RuntimeError):
-            store = _get_default_store()
-            first = store.compare_set(self._key("first"), "", f"rank {self._context.rank}: {described(exception)}")
-            text = first.decode()
-            if not text.startswith(f"rank {self._context.rank}:"):
-                exception.add_note(f"The first rank that has failed is {text}")
+        reason = self._watch.note(exception)
+        if reason is not None:
+            exception.add_note(str(reason))
         _CLOSED.add(self._context)
         # On an accelerator too, ranks may wait for numbers that are exchanged over the host.
         devices = dict.fromkeys((torch.device("cpu"), self._context.current_device))
         for group, device in itertools.product(self._context.groups, devices):
             with contextlib.suppress(RuntimeError):
                 close_group(group, device)
+        self.leave()
+
+    def leave(self) -> None:
+        """End the watch over this rank: the run is over."""
+        self._watch.leave()
 
     def _key(self, name: str | int) -> str:
         return f"d9d/runs/{self._run}/{name}"
@@ -139,7 +146,7 @@ class RunFailure:
         while not store.check([self._key("decision")]):
             if store.check([self._key(other) for other in range(size)]):
                 return store.compare_set(self._key("decision"), "", _ALL).decode()
-            if time.monotonic() > end_s:
+            if time.monotonic() > end_s or self._watch.has_failed:
                 return store.compare_set(self._key("decision"), "", _SOME).decode()
             if not has_warned and time.monotonic() > end_s - self._limit_s / 2:
                 has_warned = True

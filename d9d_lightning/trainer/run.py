@@ -265,6 +265,9 @@ class TrainerRun:
     def check_batch(self, batch: object) -> None:
         """Compare the first batch of each stage of the Trainer over the ranks that work on it together."""
         stage = self._trainer.state.stage
+        if self._context is not None and stage is not None:
+            activity = self._context.activity
+            activity.step, activity.place = self._trainer.global_step + 1, f"a batch of the {stage.value} loop"
         if self._batches is not None and stage is not None:
             self._batches.check(batch, stage)
 

@@ -6,6 +6,7 @@ Nothing that is received is unpickled or executed, and a process that does not k
 import contextlib
 import json
 import os
+import select
 import socket
 import threading
 import weakref
@@ -66,6 +67,12 @@ class Channel:
         line = json.dumps(message).encode() + b"\n"
         with self._sending, contextlib.suppress(OSError):
             self.socket.sendall(line)
+
+    def wait(self, limit_s: float) -> bool:
+        """Wait for something to receive, and tell whether there is something."""
+        poller = select.poll()  # takes any descriptor, other than select.select
+        poller.register(self.socket, select.POLLIN)
+        return bool(poller.poll(limit_s * 1000))
 
     def receive(self) -> list[Message] | None:
         """Return the messages that are complete, after waiting for some bytes; None if the other side is gone."""

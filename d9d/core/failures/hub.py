@@ -125,8 +125,9 @@ class Hub:
     def _forget(self, channel: Channel) -> None:
         for rank in [rank for rank, each in self._channels.items() if each is channel]:
             del self._channels[rank]
-        self._selector.unregister(channel.socket)
-        channel.close()
+        if channel.socket.fileno() >= 0:  # a stranger may have given several reasons
+            self._selector.unregister(channel.socket)
+            channel.close()
 
     def _inquire(self, noticed: Failure) -> None:
         """Ask all ranks where they are."""

@@ -18,7 +18,6 @@ nothing of what the rank is stuck in.
 import contextlib
 import json
 import os
-import select
 import socket
 import sys
 import threading
@@ -58,19 +57,18 @@ _SLACK_S = 1.0
 
 
 @contextlib.contextmanager
-def watching(context: DistributedContext, block: str) -> Generator["JobWatch"]:
+def watching(context: DistributedContext) -> Generator["JobWatch"]:
     """End all ranks when one of them fails while the block runs. All ranks must enter it; it waits for none.
 
     See [Note: how a failure travels]. A job of one rank only writes its error file.
 
     Args:
         context: Ranks of the job.
-        block: What runs, for texts: "configure".
 
     Raises:
         JobFailedError: Instead of an error that comes from a collective, if another rank is the reason.
     """
-    watch = JobWatch(context, block)
+    watch = JobWatch(context)
     try:
         with watch.noting():
             yield watch
@@ -80,18 +78,24 @@ def watching(context: DistributedContext, block: str) -> Generator["JobWatch"]:
 
 @final
 class JobWatch:
-    """The watch of one rank over one block of the job; see `watching`."""
+    """The watch of one rank over one block of the job; see `watching`, which is how to use it where a block is a block.
 
-    def __init__(self, context: DistributedContext, block: str) -> None:
+    It begins when it is built, on the thread that works, and ends with `leave`.
+
+    Args:
+        context: Ranks of the job. All ranks must build it.
+    """
+
+    def __init__(self, context: DistributedContext) -> None:
         self._context = context
         self._activity = context.activity
-        self._block = block
         self._worker = threading.get_ident()
         self._first: Failure | None = None
         self._is_known = threading.Event()
         self._known_s = 0.0
         self._noted: BaseException | None = None
         """What this rank has raised."""
+        self._noted_s = 0.0
         self._is_over = False
         self._lock = threading.Lock()
         """Held where it is decided whether the block is over and who may still send."""
@@ -126,7 +130,7 @@ class JobWatch:
         try:
             yield
         except BaseException as error:
-            instead = self._note(error)
+            instead = self.note(error)
             if instead is None:
                 raise
             raise instead from error
@@ -140,13 +144,24 @@ class JobWatch:
         if self._hub is not None:
             self._hub.close()
 
-    def _note(self, error: BaseException) -> JobFailedError | None:
-        """Tell of an error, and return the one to raise in its place, if another one is its reason."""
+    @property
+    def has_failed(self) -> bool:
+        """Whether this rank has heard of a failure of any rank."""
+        return self._is_known.is_set()
+
+    def note(self, error: BaseException) -> JobFailedError | None:
+        """Tell the other ranks of an error, and write it to the error file of torchelastic.
+
+        An error that comes from a collective waits some seconds for its reason.
+
+        Returns:
+            What to raise in its place, if another rank is the reason; None: the error itself.
+        """
         if not self._context.is_distributed or type(error) is JobFailedError:
             write_error_file(error, is_echo=type(error) is JobFailedError)
             return None
         echoes = is_echo(error)
-        self._noted = error
+        self._noted, self._noted_s = error, time.monotonic()
         if echoes:
             self._wait_for_cause(error)
         first = self._first or self._fail(Failure(self._context.rank, self._account(error)))
@@ -268,8 +283,10 @@ class JobWatch:
         channel = self._channel
         if channel is None:
             time.sleep(_TICK_S)
+            with contextlib.suppress(RuntimeError):  # the store is gone, and the working thread will notice
+                self._look_into_store()
             return
-        if not select.select([channel.socket], [], [], _TICK_S)[0]:
+        if not channel.wait(_TICK_S):
             return
         messages = channel.receive()
         for message in messages or ():
@@ -279,7 +296,6 @@ class JobWatch:
                 case "where":
                     channel.send(Message("here", self._context.rank, self._whereabouts()))
                 case "bye":
-                    messages = None
                     self._channel = None
                     channel.close()
                     return
@@ -303,7 +319,7 @@ class JobWatch:
 
     def _end_if_due(self, now_s: float) -> None:
         assert self._first is not None  # it is known
-        if now_s - self._known_s > (_GRACE_AFTER_LIMIT_S if self._first.is_observed else _GRACE_S):
+        if now_s - max(self._known_s, self._noted_s) > (_GRACE_AFTER_LIMIT_S if self._first.is_observed else _GRACE_S):
             with self._lock:
                 if not self._is_over:
                     self._end_process(self._first)

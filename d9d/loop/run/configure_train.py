@@ -116,7 +116,7 @@ class TrainingConfigurator:
         """
         with recording_errors():
             context, timeouts = start_job(self._mesh, self._config, self._data_provider)
-        with watching(context, "configure"):
+        with watching(context):
             return self._configure(context, timeouts)
 
     def _configure(self, context: DistributedContext, timeouts: TimeoutManager) -> Trainer:

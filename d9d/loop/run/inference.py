@@ -77,7 +77,7 @@ class Inference:
             RuntimeError: If the data ends before the last step.
             ValueError: If the model is sharded and ranks have different numbers of microbatches in a step.
         """
-        with watching(self._state.dist_context, "infer") as watch:
+        with watching(self._state.dist_context) as watch:
             self._infer(watch)
 
     def _infer(self, watch: JobWatch) -> None:

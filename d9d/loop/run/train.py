@@ -100,7 +100,7 @@ class Trainer:
             RuntimeError: If the data ends before the last step, or ``gradient_manager`` ends the job by its config.
             PreemptedExit: After a checkpoint was saved, if a signal has told some rank to end.
         """
-        with self._state.preemption.ending_process(), watching(self._state.dist_context, "train") as watch:
+        with self._state.preemption.ending_process(), watching(self._state.dist_context) as watch:
             self._train(watch)
 
     def _train(self, watch: JobWatch) -> None:

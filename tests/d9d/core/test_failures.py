@@ -163,6 +163,7 @@ def test_who_leaves_without_a_word_is_gone_and_who_says_so_is_not():
 def test_strangers_are_not_heard():
     ranks = Ranks(2)
     stranger = ranks.connect(1, token="guessed")
+    stranger.send(Message("hello", 0, "guessed again"))
     stranger.send(Message("failed", 1, Failure(1, "a lie").to_json()))
     assert next_message(stranger) is None
     rank = ranks.connect(0)
