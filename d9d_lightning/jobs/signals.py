@@ -146,6 +146,12 @@ def _exit_after(signum: int) -> SIGTERMException:
     return SIGTERMException(0 if is_started_by_script() else exit_code_of(signum))
 
 
+def give_exit_code(exception: SIGTERMException) -> None:
+    """Let an exception that Lightning itself has raised end the process with a code."""
+    if exception.code is None:
+        exception.code = _exit_after(signal.SIGTERM).code
+
+
 def _save_before_exit(trainer: Trainer) -> None:
     """Save a checkpoint for ``fit(ckpt_path="last")`` to find. All ranks must call it."""
     callbacks = trainer.checkpoint_callbacks
