@@ -27,7 +27,7 @@ class NonfiniteStep:
     grad_norm: float
     """Norm of the gradients before clipping."""
     loss_ranks: tuple[int, ...]
-    """Ranks that have computed a loss which is not finite. Empty if the gradients alone are not."""
+    """Ranks whose loss is not finite; with `D9DStrategy` all ranks of a pipeline have its loss. Empty if only gradients are bad."""
 
     def __str__(self) -> str:
         """Say what was found, for a message."""

@@ -12,6 +12,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 
 from d9d.internals.nonfinite import NonfiniteStepError
 from d9d_lightning import D9DStrategy
+from tests.d9d_lightning import test_expert_parallel as expert_job
 from tests.d9d_lightning.support import (
     Regression,
     build_trainer,
@@ -207,6 +208,27 @@ def test_pipeline(bad):
     trainer.fit(module, torch.utils.data.DataLoader(samples, batch_size=4))
     assert trainer.strategy.nonfinite_steps.num_skipped == 1
     assert all(torch.isfinite(value).all() for value in module.parameters())
+
+
+@pytest.mark.world_size(2)
+def test_experts():
+    class BadExperts(expert_job.Model):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            return loss * math.nan if batch_idx == 1 and self.trainer.global_rank == 1 else loss
+
+    states = StatesByStep()
+    trainer = build_trainer(
+        {"data_parallel_shard": 2, "expert_parallel": 2},
+        strategy_options={"parallelize": expert_job.PLAN, "on_nonfinite": "skip"},
+        callbacks=[states],
+    )
+    trainer.fit(seeded(BadExperts), expert_job.loader(4, dist.get_rank(), 2))
+    assert trainer.strategy.nonfinite_steps.num_skipped == 1
+    first, second, third = states.states
+    assert all(torch.equal(before, after) for before, after in zip(first, second, strict=True))
+    assert not all(torch.equal(before, after) for before, after in zip(second, third, strict=True))
+    assert all(torch.isfinite(value).all() for value in third)
 
 
 @pytest.mark.world_size(2)

@@ -12,13 +12,14 @@ import torch.distributed as dist
 from d9d.core.dist_context import DeviceMeshParameters
 from d9d.core.preemption import PreemptedExit
 from d9d.loop.event.catalogue import train as events
+from d9d.pipelining.factory import PipelineSchedule1F1BConfig
+from tests.d9d.loop.run.pipelined_job import PipelinedProvider
 from tests.d9d.loop.run.regression_job import Job, build_job
 from tests.harness.parity import named_full_parameters
 
 TOTAL_STEPS = 12
 REPLICATE = DeviceMeshParameters(data_parallel_replicate=2)
 SHARD = DeviceMeshParameters(data_parallel_shard=2)
-PIPELINE = DeviceMeshParameters(pipeline_parallel=2)
 
 
 def build(folder: Path, mesh: DeviceMeshParameters = SHARD, *, checkpoints: dict | None = None, **options) -> Job:
@@ -118,6 +119,25 @@ def test_signals_anywhere_end_all_ranks_after_the_same_step(tmp_path, event, ran
     else:
         assert step == 2
         assert saved_steps(tmp_path) == ["save-2"]
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_pipeline_ends_after_the_same_step(tmp_path, rank):
+    job = build_job(
+        DeviceMeshParameters(pipeline_parallel=2),
+        tmp_path,
+        total_steps=TOTAL_STEPS,
+        overrides={
+            "checkpointing": {"save_dir": str(tmp_path / "saved"), "period_steps": 100},
+            "pipelining": {"schedule": PipelineSchedule1F1BConfig()},
+        },
+        model_provider=PipelinedProvider(torch.float64),
+    )
+    act_at(job, events.EVENT_TRAIN_FORWARD_BACKWARD_PRE, 2, signal_on(rank))
+    assert train_until_preempted(job).code == 143
+    assert steps_of_all_ranks(job) == [2, 2]
+    assert saved_steps(tmp_path) == ["save-2"]
 
 
 @pytest.mark.world_size(2)
