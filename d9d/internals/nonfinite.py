@@ -22,7 +22,7 @@ class NonfiniteStepError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class NonfiniteStep:
-    """What was not finite in a step. The same on all ranks, but for the norm if several optimizers take turns."""
+    """What was not finite in a step."""
 
     grad_norm: float
     """Norm of the gradients before clipping."""
