@@ -18,6 +18,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -25,6 +26,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from d9d.core.dist_context import DENSE_DOMAIN, DeviceMeshParameters, DistributedContext
+from d9d.internals.nonfinite import OnNonfinite
 from d9d.model_state.io.load import LoadMode
 from d9d.model_state.io.save import BackgroundExport
 from d9d.model_state.mapper import ModelStateMapper
@@ -36,10 +38,12 @@ from d9d_lightning.checkpoints.trainer_checks import check_checkpoints, plugin_p
 from d9d_lightning.checkpoints.whole import collect_model_state
 from d9d_lightning.collectives import all_gather_stacked, decide_together, reduce_over
 from d9d_lightning.gradients.loss_weights import with_announced_loss
+from d9d_lightning.gradients.nonfinite import NonfiniteSteps
 from d9d_lightning.gradients.precision import MeshClipping, NormScope, agree_on_scale, install_mesh_clipping
 from d9d_lightning.jobs.failures import RunFailure
 from d9d_lightning.jobs.launch import build_launcher, join_job, leave_job, tell_ranks
 from d9d_lightning.jobs.process_launcher import HandBack, ProcessLauncher
+from d9d_lightning.jobs.signals import give_exit_code
 from d9d_lightning.model_states.module_states import ExportFormat, ModuleStates
 from d9d_lightning.model_states.options import MapperSpec, ModelStateOptions
 from d9d_lightning.options.config_check import LauncherName, refuse_problems
@@ -92,12 +96,12 @@ class D9DStrategy(ParallelStrategy):
         export_mapper: MapperSpec = None,
         keep_initial: Sequence[str] = (),
         load_mode: LoadMode = "each",
+        on_nonfinite: OnNonfinite = "ignore",
     ) -> None:
         """Describe the job; nothing is distributed yet.
 
         Args:
-            mesh: Parallelism degrees. One may be -1 or "auto": what the others leave of the Trainer's processes. None
-                and "auto": as many replicas as the Trainer has processes.
+            mesh: Parallelism degrees. One may be -1 or "auto": what the others leave of the processes. None, "auto": replicas.
             parallelize: How to distribute the module. A function of (module, context) that does it; or patterns of
                 submodule names (as of `fnmatch` for each part, so that "blocks.*" is each block) with words of
                 `d9d.module.parallelism.plan` or torch's ``ParallelStyle`` objects, as a mapping or the path of a YAML file. The
@@ -122,6 +126,7 @@ class D9DStrategy(ParallelStrategy):
             export_mapper: The way back, for `export_model_state`. None: the inverse of `load_mapper`; without it the same names.
             keep_initial: Patterns, as of `fnmatch`, of tensors that the source does not have, such as ``["head.*"]``.
             load_mode: "broadcast": of ranks that hold the same shard one reads, where storage is slower than the network.
+            on_nonfinite: "skip" leaves out steps whose loss or gradient norm is not finite, "raise" ends the run before them.
 
         Raises:
             ValueError: For a malformed mesh. All else that is wrong is said when the Trainer is constructed.
@@ -140,7 +145,8 @@ class D9DStrategy(ParallelStrategy):
             model_states=ModelStateOptions.read(source_checkpoint, load_mapper, export_mapper, keep_initial, load_mode),
         )
         self._model_states = ModuleStates(self._options.model_states)
-        self._num_nodes = 1
+        self.num_nodes = 1
+        """Number of machines; set by the Trainer."""
         self._context: DistributedContext | None = None
         self._cut: StageCut | None = None
         self._run: TrainerRun | None = None
@@ -148,6 +154,8 @@ class D9DStrategy(ParallelStrategy):
         self._clipping: MeshClipping | None = None
         self._failure: RunFailure | None = None
         self._checkpoints = CheckpointStore()
+        self.nonfinite_steps = NonfiniteSteps(on_nonfinite)
+        """Counts the steps that `on_nonfinite` has left out: ``num_skipped``."""
         self.last_grad_norm: torch.Tensor | None = None
         """Norm over all gradients before the last clipping by norm, a scalar on the device; None before the first."""
 
@@ -155,7 +163,7 @@ class D9DStrategy(ParallelStrategy):
     def mesh(self) -> DeviceMeshParameters:
         """The parallelism degrees. Known once the Trainer is constructed."""
         mesh, devices = self._options.mesh, self.parallel_devices
-        return mesh.fill(len(devices) * self._num_nodes) if devices else mesh.smallest
+        return mesh.fill(len(devices) * self.num_nodes) if devices else mesh.smallest
 
     @property
     def dist_context(self) -> DistributedContext:
@@ -188,15 +196,6 @@ class D9DStrategy(ParallelStrategy):
         return self.mesh.data_parallel > 1
 
     @property
-    def num_nodes(self) -> int:
-        """Number of machines; set by the Trainer."""
-        return self._num_nodes
-
-    @num_nodes.setter
-    def num_nodes(self, num_nodes: int) -> None:
-        self._num_nodes = num_nodes
-
-    @property
     @override
     def root_device(self) -> torch.device:
         if not self.parallel_devices:
@@ -218,12 +217,12 @@ class D9DStrategy(ParallelStrategy):
         if environment is None or self.parallel_devices is None:
             raise RuntimeError("the Trainer has not told the strategy its devices yet")
         options, num_devices = self._options, len(self.parallel_devices)
-        problems = options.problems(environment, num_devices, self._num_nodes)
+        problems = options.problems(environment, num_devices, self.num_nodes)
         refuse_problems(problems + plugin_problems(self._checkpoint_io), options.mesh)
         if self.mesh.is_distributed:
             agree_on_scale(self.precision_plugin)
         hand_back = HandBack(self._collect_model_state, self._model_states.note_fit)
-        self._launcher = build_launcher(self, options.launcher, num_devices, self._num_nodes, hand_back)
+        self._launcher = build_launcher(self, options.launcher, num_devices, self.num_nodes, hand_back)
 
     def _collect_model_state(self) -> dict[str, Any]:
         return collect_model_state(self._connected_module, self._checkpoints, self._cut, self.broadcast)
@@ -241,7 +240,7 @@ class D9DStrategy(ParallelStrategy):
     def set_world_ranks(self) -> None:
         """Tell the cluster environment and Lightning's logging the rank of this process."""
         if self.cluster_environment is not None:
-            tell_ranks(self.cluster_environment, len(self.parallel_devices or ()), self._num_nodes)
+            tell_ranks(self.cluster_environment, len(self.parallel_devices or ()), self.num_nodes)
         rank_zero_only.rank = self.global_rank  # pyright: ignore[reportFunctionMemberAccess]  # Lightning's own way
 
     @override
@@ -310,6 +309,7 @@ class D9DStrategy(ParallelStrategy):
             num_replicas=self.mesh.data_parallel,
             replica=self._dp_rank,
             own_backward=D9DStrategy.backward,
+            note_loss=self.nonfinite_steps.note_loss,
         )
         if is_fitting:
             check_checkpoints(trainer, module, self._context, self._checkpoint_io)
@@ -365,6 +365,7 @@ class D9DStrategy(ParallelStrategy):
         self._precision_plugin = precision_plugin
         if precision_plugin is not None:
             self._clipping = install_mesh_clipping(precision_plugin, self._keep_grad_norm, self.norm_scope)
+            self.nonfinite_steps.install(precision_plugin, self._clipping)
 
     def _keep_grad_norm(self, norm: torch.Tensor) -> None:
         self.last_grad_norm = norm
@@ -415,7 +416,7 @@ class D9DStrategy(ParallelStrategy):
         model: LightningModule | nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        with _NOTHING if self._run is None else self._run.around_optimizer_step():
+        with _NOTHING if self._run is None else self._run.around_optimizer_step(), self.nonfinite_steps.leaving_out():
             return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     @contextmanager
@@ -463,6 +464,9 @@ class D9DStrategy(ParallelStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
+        if isinstance(exception, SIGTERMException):
+            give_exit_code(exception)
+            self._checkpoints.wait()
         self._checkpoints.abandon()
         if self._failure is not None:
             self._failure.end(exception)

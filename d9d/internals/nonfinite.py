@@ -22,12 +22,12 @@ class NonfiniteStepError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class NonfiniteStep:
-    """What was not finite in a step. The same on all ranks, but for the norm if several optimizers take turns."""
+    """What was not finite in a step."""
 
     grad_norm: float
     """Norm of the gradients before clipping."""
     loss_ranks: tuple[int, ...]
-    """Ranks that have computed a loss which is not finite. Empty if the gradients alone are not."""
+    """Ranks whose loss is not finite; with `D9DStrategy` all ranks of a pipeline have its loss. Empty if only gradients are bad."""
 
     def __str__(self) -> str:
         """Say what was found, for a message."""

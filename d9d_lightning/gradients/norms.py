@@ -8,7 +8,6 @@ import math
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import nn
 from torch.optim import Optimizer
@@ -17,7 +16,7 @@ from typing_extensions import override
 from d9d.core.device import accumulator_dtype
 from d9d.core.dist_ops import all_gather_object
 from d9d.core.placement import groups_where, local_tensor
-from d9d_lightning.gradients.precision import NormScope
+from d9d_lightning.gradients.precision import NormScope, clips_by_norm
 from d9d_lightning.jobs.launch import active_context
 from d9d_lightning.strategy import D9DStrategy
 
@@ -155,13 +154,7 @@ class GradientNormLogger(Callback):
 
     @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        clips_by_norm = bool(trainer.gradient_clip_val) and trainer.gradient_clip_algorithm in (None, "norm")
-        is_free = (
-            clips_by_norm
-            and pl_module.automatic_optimization
-            and not is_overridden("configure_gradient_clipping", pl_module)
-        )
-        if isinstance(trainer.strategy, D9DStrategy) and not is_free:
+        if isinstance(trainer.strategy, D9DStrategy) and not clips_by_norm(pl_module):
             trainer.strategy.measure_grad_norm(optimizer)
 
     @override

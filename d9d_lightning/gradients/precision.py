@@ -9,8 +9,10 @@ from collections.abc import Set as AbstractSet
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch import LightningModule
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -56,16 +58,23 @@ class MeshClipping:
             scope: Returns what norms extend over; asked once for each optimizer.
         """
         self._publish_norm = publish_norm
+        self.last_norm: torch.Tensor | None = None
+        """What was published last."""
         self._scope = scope
         self._known: dict[int, tuple[list[nn.Parameter], NormScope, list[_Grouped]]] = {}
 
     def clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         """Scale gradients down to a norm over all ranks. All ranks must call it; the host waits for nothing."""
-        self._publish_norm(self._clip(optimizer, float(clip_val)))
+        self._publish(self._clip(optimizer, float(clip_val)))
 
-    def measure(self, optimizer: Optimizer) -> None:
-        """Publish the norm and change nothing. All ranks must call it; the host waits for nothing."""
-        self._publish_norm(self._clip(optimizer, None))
+    def measure(self, optimizer: Optimizer) -> torch.Tensor:
+        """Publish and return the norm, and change nothing. All ranks must call it; the host waits for nothing."""
+        return self._publish(self._clip(optimizer, None))
+
+    def _publish(self, norm: torch.Tensor) -> torch.Tensor:
+        self.last_norm = norm
+        self._publish_norm(norm)
+        return norm
 
     @torch.no_grad()
     def clip_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
@@ -118,6 +127,17 @@ def install_mesh_clipping(
     clipping = MeshClipping(publish_norm, scope)
     vars(plugin).update(clip_grad_by_norm=clipping.clip_by_norm, clip_grad_by_value=clipping.clip_by_value)
     return clipping
+
+
+def clips_by_norm(module: LightningModule) -> bool:
+    """Tell whether the Trainer of a module clips by norm before each update, and so knows the norm."""
+    trainer = module.trainer
+    return (
+        bool(trainer.gradient_clip_val)
+        and trainer.gradient_clip_algorithm in (None, "norm")
+        and module.automatic_optimization
+        and not is_overridden("configure_gradient_clipping", module)
+    )
 
 
 def agree_on_scale(plugin: Precision) -> None:

@@ -48,7 +48,7 @@ class AgreedSignals(_SignalConnector):
         self._requeue = 0
         self._is_fitting = trainer.state.fn == TrainerFn.FITTING
         self._agreement = SignalAgreement(context)
-        self._agreed_signal = 0
+        self._agreed: tuple[int, ...] = (0, 0)
         self._first_step: int | None = None
 
     @classmethod
@@ -93,17 +93,19 @@ class AgreedSignals(_SignalConnector):
         if self._first_step is None:
             self._first_step = trainer.global_step
         agreed = self._agreement.exchange_if_due(self._pending, self._requeue)
-        if agreed is not None:
-            self._agreed_signal, requeue = agreed
-            if requeue:
-                self._requeue = 0
-                super()._slurm_sigusr_handler_fn(requeue, None)  # pyright: ignore[reportArgumentType]  # it does not look at the frame
+        self._agreed = agreed or self._agreed
         # Gradients of half a window are in no checkpoint.
-        if self._agreed_signal and not trainer.fit_loop._should_accumulate():
+        if trainer.fit_loop._should_accumulate():
+            return
+        signum, requeue = self._agreed
+        if requeue:
+            self._agreed, self._requeue = (signum, 0), 0
+            super()._slurm_sigusr_handler_fn(requeue, None)  # pyright: ignore[reportArgumentType]  # it does not look at the frame
+        if signum:
             if trainer.global_step > self._first_step:
                 _save_before_exit(trainer)
             self._is_agreed = True
-            raise _exit_after(self._agreed_signal)
+            raise _exit_after(signum)
 
     def _look_and_advance(self, advance: Callable[[_DataFetcher], None], data_fetcher: _DataFetcher) -> None:
         self.before_batch()
@@ -144,6 +146,12 @@ def _exit_after(signum: int) -> SIGTERMException:
     be writing its logs. The first process speaks for them.
     """
     return SIGTERMException(0 if is_started_by_script() else exit_code_of(signum))
+
+
+def give_exit_code(exception: SIGTERMException) -> None:
+    """Let an exception that Lightning itself has raised end the process with a code."""
+    if exception.code is None:
+        exception.code = _exit_after(signal.SIGTERM).code
 
 
 def _save_before_exit(trainer: Trainer) -> None:

@@ -172,6 +172,7 @@ class PackOptimization(_AutomaticOptimization):
         apply_correction: Callable[[], None],
         around_backward: Callable[[torch.Tensor], contextlib.AbstractContextManager[None]],
         own_backward: object,
+        note_loss: Callable[[torch.Tensor], None],
     ) -> None:
         """Go on with the counters of the loop that is there.
 
@@ -187,6 +188,7 @@ class PackOptimization(_AutomaticOptimization):
             apply_correction: Multiplies them within, where no backward pass does it.
             around_backward: Lets the backward pass inside, of a loss, leave the gradients as hooks expect them.
             own_backward: `D9DStrategy.backward`, unless a class has its own.
+            note_loss: Is told the loss of each step of a pipeline.
         """
         super().__init__(trainer)
         replaced = trainer.fit_loop.epoch_loop.automatic_optimization
@@ -202,6 +204,7 @@ class PackOptimization(_AutomaticOptimization):
         self._apply_correction = apply_correction
         self._around_backward = around_backward
         self._own_backward = own_backward
+        self._note_loss = note_loss
         self._recorder = LogRecorder(module)
         self._waiting: list[StepArguments] = []
         self._has_warned = False
@@ -236,6 +239,7 @@ class PackOptimization(_AutomaticOptimization):
         zero()
         with _in_hook(self._module, "training_step"):
             output = pipeline.train(window)
+        self._note_loss(output["loss"])
         return ClosureResult.from_training_step_output(output)
 
     def _run_split(self, kwargs: "OrderedDict[str, Any]", optimizer: Optimizer, zero: _Zero) -> ClosureResult:

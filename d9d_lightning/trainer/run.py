@@ -58,6 +58,7 @@ class TrainerRun:
         num_replicas: int,
         replica: int,
         own_backward: object,
+        note_loss: Callable[[torch.Tensor], None],
     ) -> None:
         """Let steps be packs. See [Note: three feeders]. All ranks must call it.
 
@@ -70,6 +71,7 @@ class TrainerRun:
             num_replicas: Number of data-parallel ranks.
             replica: Index of this rank among them.
             own_backward: `D9DStrategy.backward`, which a subclass may have replaced.
+            note_loss: Is told each loss that a backward pass starts from, and in pipelines that of each step.
         """
         self._trainer = trainer
         self._module = module
@@ -78,6 +80,7 @@ class TrainerRun:
         self._num_replicas = num_replicas
         self._replica = replica
         self._num_microbatches = num_microbatches
+        self._note_loss = note_loss
         self._buffers: ModelBuffers | None = None
         self._gradients: DataParallelGradients | None = None
         self._flags: FlagFollower | None = None
@@ -114,6 +117,7 @@ class TrainerRun:
             apply_correction=self._correct_gradients,
             around_backward=self.around_backward,
             own_backward=own_backward,
+            note_loss=note_loss,
         )
         # Last: what fails above leaves the Trainer as it was.
         self._signals = AgreedSignals.install(trainer, context)
@@ -216,6 +220,7 @@ class TrainerRun:
 
     def around_backward(self, loss: torch.Tensor) -> AbstractContextManager[None]:
         """Leave the gradients as hooks expect them: the mean over all ranks and, behind the last pass, the window."""
+        self._note_loss(loss)
         is_plain = self._gradients is None and isinstance(self._correction, float) and self._correction == 1.0
         return _NOTHING if is_plain else self._finishing_gradients(loss)
 

@@ -117,6 +117,7 @@ def test_evaluation_ends_where_the_signal_is():
                 self.trainer._signal_connector._sigterm_notifier_fn(signal.SIGTERM, None)
 
     module = seeded(Validated)
-    with pytest.raises(SIGTERMException):
+    with pytest.raises(SIGTERMException) as ended:
         build_trainer(SHARD).validate(module, loader())
+    assert ended.value.code == 128 + signal.SIGTERM
     assert module.num_validated == 4

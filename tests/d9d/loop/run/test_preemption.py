@@ -4,6 +4,7 @@ import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,13 +13,14 @@ import torch.distributed as dist
 from d9d.core.dist_context import DeviceMeshParameters
 from d9d.core.preemption import PreemptedExit
 from d9d.loop.event.catalogue import train as events
-from tests.d9d.loop.run.regression_job import Job, build_job
+from d9d.pipelining.factory import PipelineSchedule1F1BConfig
+from tests.d9d.loop.run.pipelined_job import PipelinedProvider
+from tests.d9d.loop.run.regression_job import Job, Task, build_job
 from tests.harness.parity import named_full_parameters
 
 TOTAL_STEPS = 12
 REPLICATE = DeviceMeshParameters(data_parallel_replicate=2)
 SHARD = DeviceMeshParameters(data_parallel_shard=2)
-PIPELINE = DeviceMeshParameters(pipeline_parallel=2)
 
 
 def build(folder: Path, mesh: DeviceMeshParameters = SHARD, *, checkpoints: dict | None = None, **options) -> Job:
@@ -121,6 +123,25 @@ def test_signals_anywhere_end_all_ranks_after_the_same_step(tmp_path, event, ran
 
 
 @pytest.mark.world_size(2)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_pipeline_ends_after_the_same_step(tmp_path, rank):
+    job = build_job(
+        DeviceMeshParameters(pipeline_parallel=2),
+        tmp_path,
+        total_steps=TOTAL_STEPS,
+        overrides={
+            "checkpointing": {"save_dir": str(tmp_path / "saved"), "period_steps": 100},
+            "pipelining": {"schedule": PipelineSchedule1F1BConfig()},
+        },
+        model_provider=PipelinedProvider(torch.float64),
+    )
+    act_at(job, events.EVENT_TRAIN_FORWARD_BACKWARD_PRE, 2, signal_on(rank))
+    assert train_until_preempted(job).code == 143
+    assert steps_of_all_ranks(job) == [2, 2]
+    assert saved_steps(tmp_path) == ["save-2"]
+
+
+@pytest.mark.world_size(2)
 @pytest.mark.parametrize("async_save", [False, True])
 def test_a_step_that_is_saved_already_is_not_saved_again(tmp_path, async_save):
     job = build(tmp_path, checkpoints={"period_steps": 2, "async_save": async_save})
@@ -132,6 +153,22 @@ def test_a_step_that_is_saved_already_is_not_saved_again(tmp_path, async_save):
     )
     train_until_preempted(job)
     assert preempted == [(2, "SIGTERM")]
+    assert saved_steps(tmp_path) == ["save-2"]
+
+
+class SignalledInSave(Task):
+    def state_dict(self) -> dict[str, Any]:
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return super().state_dict()
+
+
+@pytest.mark.world_size(2)
+def test_a_signal_in_a_save_lets_it_be_committed(tmp_path):
+    saving = {"checkpointing": {"save_dir": str(tmp_path / "saved"), "period_steps": 2}}
+    job = build_job(SHARD, tmp_path, total_steps=TOTAL_STEPS, overrides=saving, task_class=SignalledInSave)
+    assert train_until_preempted(job).code == 143
+    assert steps_of_all_ranks(job) == [2, 2]
     assert saved_steps(tmp_path) == ["save-2"]
 
 
