@@ -6,9 +6,13 @@ load it before the strategy is set up. So loading begins with an exchange of pat
 loaded nothing: ranks that disagree meet there.
 """
 
+# Lightning shares these with its own strategies only
+# pyright: reportPrivateUsage=false
+
+import contextlib
 import logging
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import final
 
@@ -18,6 +22,7 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch import LightningModule
+from lightning.pytorch.trainer.states import TrainerStatus
 from torch.optim import Optimizer
 
 from d9d.checkpoint import CheckpointPath, CheckpointSaver, Document, verify_checkpoint
@@ -109,8 +114,9 @@ class CheckpointStore:
     ) -> None:
         """Save a checkpoint to a folder. All ranks must call it.
 
-        Blocks until it is complete or, in the background, until what is saved has been copied. Where some ranks have failed
-        nothing is saved; where all have, it is in the foreground, and what fails is told rather than raised.
+        Blocks until it is complete or, in the background, until what is saved has been copied. That is so during a run only:
+        nobody waits for it afterwards. Where some ranks have failed nothing is saved; where all have, what fails is told
+        rather than raised.
 
         Args:
             checkpoint: What Lightning has dumped on this rank.
@@ -128,11 +134,11 @@ class CheckpointStore:
             raise TypeError("D9DStrategy writes checkpoints to a file system, and takes no storage_options.")
         if self._is_alone:
             return
-        is_interrupted = self._failure is not None and self._failure.is_interrupted
+        is_running = module._trainer is not None and module._trainer.state.status == TrainerStatus.RUNNING
         try:
-            self._save(checkpoint, path, module, optimizers, cut, in_foreground=is_interrupted)
+            self._save(checkpoint, path, module, optimizers, cut, in_foreground=not is_running)
         except (OSError, RuntimeError, ValueError) as error:
-            if self._failure is None or not is_interrupted:
+            if self._failure is None or not self._failure.is_interrupted:
                 raise
             # What has interrupted the run must not be hidden by this.
             self._failure.give_up(error)
@@ -162,10 +168,9 @@ class CheckpointStore:
             state[_RANDOM] = {str(participants.rank): dict(random_state(self._device))}
             state[_MESH] = Document(self._mesh)
         background = self._in_background() if self._saves_in_background and not in_foreground else None
-        self._saver = CheckpointSaver(CheckpointPath(folder, _log), participants, background)
-        self._saver.save(state, int(checkpoint.get("global_step", 0)))
-        if background is None:
-            self.wait()
+        saver = CheckpointSaver(CheckpointPath(folder, _log), participants, background)
+        saver.save(state, int(checkpoint.get("global_step", 0)))
+        self._saver = None if background is None else saver
 
     def _is_of_first_replica(self, cut: StageCut | None) -> bool:
         if cut is None:
@@ -190,20 +195,27 @@ class CheckpointStore:
         Raises:
             OSError, RuntimeError: If it could not be written. What it was to replace stays.
         """
-        saver, self._saver = self._saver, None
-        if saver is None:
-            return
-        try:
-            saver.close()
-        except BaseException:
-            self._to_remove.clear()
-            raise
-        self._remove_old()
+        if self._saver is not None:
+            with self._keeping_old():
+                self._saver.close()
+            self._saver = None
+            self._remove_old()
 
     def raise_if_failed(self) -> None:
         """Raise what went wrong in the background, if that is known already. Not collective."""
         if self._saver is not None:
-            self._saver.raise_if_failed()
+            with self._keeping_old():
+                self._saver.raise_if_failed()
+
+    @contextlib.contextmanager
+    def _keeping_old(self) -> Generator[None]:
+        """Forget the checkpoint that is being written, and what was to be removed behind it, if it has failed."""
+        try:
+            yield
+        except BaseException:
+            self._saver = None
+            self._to_remove.clear()
+            raise
 
     def abandon(self) -> None:
         """Give the checkpoint that is being written some more time, where the run has failed. Raises nothing."""
@@ -225,6 +237,7 @@ class CheckpointStore:
             FileNotFoundError: If there is none, on all ranks.
             ValueError: If it is damaged, on all ranks; or if some ranks have none to load.
         """
+        self.wait()
         path = self._agree(str(path)) or path
         self._random_state = None
         participants = self._in_foreground()

@@ -107,7 +107,6 @@ def collect_model_state(
     folder = Path(broadcast(tempfile.mkdtemp() if store.is_first else ""))
     try:
         store.save({"state_dict": module.state_dict()}, folder / "weights", module, (), cut)
-        store.wait()
         return read_checkpoint(folder / "weights")["state_dict"] if store.is_first else {}
     finally:
         if store.is_first:

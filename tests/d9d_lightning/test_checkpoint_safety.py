@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.plugins import TorchCheckpointIO
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch import nn
@@ -177,14 +177,16 @@ WIDTH, LIMIT_BYTES = 200, 100_000
 def test_a_save_in_the_background_that_fails_ends_the_job(tmp_path):
     """Rank 1 cannot write files as large as its shards; the checkpoint that was to be replaced stays."""
     path = shared(tmp_path)
-    saves = ModelCheckpoint(path, filename="{step}", every_n_train_steps=2)
+    saves = [ModelCheckpoint(path, filename="{step}", every_n_train_steps=2), OnExceptionCheckpoint(path / "failed")]
 
     class Limits(Callback):
         def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            if batch_idx == 2:
+                trainer.strategy._checkpoints.wait()
             if batch_idx == 2 and trainer.global_rank == 1:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (LIMIT_BYTES, resource.RLIM_INFINITY))
 
-    trainer = build_trainer(SHARD, callbacks=[Limits(), saves], enable_checkpointing=True)
+    trainer = build_trainer(SHARD, callbacks=[Limits(), *saves], enable_checkpointing=True)
     trainer.strategy.checkpoint_io = AsyncCheckpointIO()
     samples = rank_loader(make_samples(80, WIDTH), 8, dist.get_rank(), 2)
     try:
@@ -410,16 +412,26 @@ def test_hooks_see_a_state_dict(mesh, tmp_path):
     torch.testing.assert_close(full_state(module), expected, **EXACT)
 
 
+class Saves(Callback):
+    def __init__(self, path):
+        self.path = path
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if batch_idx == 0:
+            trainer.save_checkpoint(self.path)
+
+
 @pytest.mark.world_size(2)
 def test_both_ways_of_saving_write_the_same_bytes(tmp_path):
     path = shared(tmp_path)
     for name, plugin in (("foreground", None), ("background", AsyncCheckpointIO())):
-        trainer = build_trainer(SHARD)
+        trainer = build_trainer(SHARD, callbacks=[Saves(path / name)])
         trainer.strategy.checkpoint_io = plugin
-        trainer.fit(seeded(Regression), loader())
+        module = seeded(Regression)
         torch.manual_seed(0)
-        trainer.save_checkpoint(path / name)
-        trainer.strategy._checkpoints.wait()
+        trainer.fit(module, loader())
+        trainer.save_checkpoint(path / f"{name}_end")  # nobody would wait for it
+        assert read_checkpoint(path / f"{name}_end")["global_step"] == 2
     dist.barrier()
     records = [CommitRecord.read(path / name).files for name in ("foreground", "background")]
     assert records[0] == records[1]

@@ -342,7 +342,7 @@ def test_forked_processes_bring_weights_and_metrics_back(mesh, tmp_path):
     torch.testing.assert_close(dict(module.state_dict()), dict(expected.state_dict()), rtol=1e-12, atol=1e-12)
     assert trainer.callback_metrics["loss"].item() == pytest.approx(reference.callback_metrics["loss"].item(), rel=1e-6)
     assert trainer.state.finished
-    assert Path(checkpoint.best_model_path).is_file()
+    assert Path(checkpoint.best_model_path).is_dir()
     assert not dist.is_initialized()
     assert "LOCAL_RANK" not in os.environ
 
