@@ -90,6 +90,7 @@ def run_to_the_end(folder: Path, uninterrupted: Uninterrupted) -> int | None:
     return starts(folder)[-1]
 
 
+@pytest.mark.timeout_s(600)  # eight starts of a job: seconds each, on a busy machine far more
 def test_a_kill_at_each_point_of_a_save(tmp_path: Path, uninterrupted: Uninterrupted):
     """D2 and D5: the process of the next point resumes what that of the one before has left."""
     expected = 0
