@@ -82,7 +82,9 @@ def run_to_the_end(folder: Path, uninterrupted: Uninterrupted) -> int | None:
         assert job.wait(RUN_LIMIT_S) == [0] * NUM_RANKS
     check_steps(folder, uninterrupted)
     assert [Trail(folder, rank).read() for rank in range(NUM_RANKS)] == uninterrupted.read
-    assert logged(folder) == uninterrupted.logged
+    # Values that still waited for the host when a process was killed are not in the log.
+    assert {step for step, _ in logged(folder)} >= {TOTAL_STEPS - 1, TOTAL_STEPS}
+    assert logged(folder).items() <= uninterrupted.logged.items()
     assert sorted(path.name for path in (folder / "checkpoints" / "job").iterdir()) == [
         f"save-{TOTAL_STEPS - 1}",
         f"save-{TOTAL_STEPS}",
