@@ -102,9 +102,12 @@ class _HashingFileSystem(filesystem.FileSystem):
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator["_HashingStream", None, None]:
         with Path(path).open(mode) as file:
-            stream = _HashingStream(file)
+            stream = _HashingStream(file, Path(path))
             yield stream
         self._files[Path(path).name] = stream.digest()
+
+    def mkdir(self, path: str | os.PathLike[str]) -> None:
+        """Make nothing: the first rank has made the folder, which others may not see yet where the disk is of a network."""
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
         super().rename(path, new_path)
@@ -117,8 +120,10 @@ class _HashingStream(io.RawIOBase):
     Hashing goes on while later data are written, and while the disk is waited for. So tensors are held until then.
     """
 
-    def __init__(self, file: IO[bytes]) -> None:
+    def __init__(self, file: IO[bytes], path: Path) -> None:
         self._file = file
+        self._path = path
+        self._failure: OSError | None = None
         self._hasher = PieceHasher()
         self._tensor: torch.Tensor | None = None
         self._start: int | None = None
@@ -133,7 +138,11 @@ class _HashingStream(io.RawIOBase):
         if tensor.untyped_storage().nbytes() != tensor.nbytes:
             tensor = tensor.clone()  # a part of a larger storage, all of which would be written
         self._tensor, self._start = tensor, None
-        torch.save(tensor, cast(IO[bytes], self))
+        try:
+            torch.save(tensor, cast(IO[bytes], self))
+        except RuntimeError as error:
+            # What PyTorch says when it cannot finish its file after a write that has failed.
+            raise self._failure or error from error
         self._tensor = None
         if tensor is not data:
             self._hasher.wait()  # a copy that nobody else needs
@@ -149,7 +158,11 @@ class _HashingStream(io.RawIOBase):
             self._hasher.append(view, self._tensor)
         else:
             self._hasher.append(memoryview(bytes(view)), None)
-        self._file.write(view)
+        try:
+            self._file.write(view)
+        except OSError as error:
+            self._failure = OSError(error.errno, error.strerror, str(self._path))
+            raise self._failure from error
         return len(view)
 
     def digest(self) -> FileDigest:

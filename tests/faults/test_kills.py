@@ -1,9 +1,10 @@
-"""D1: SIGKILL for all ranks at random moments. D2: SIGKILL for all ranks at each point of a save.
+"""D1: SIGKILL for all ranks at random moments. D2: SIGKILL for all ranks at each point of a save. D5: resuming several times.
 
 Nothing is asked of what lies on the disk: the job is started again, and must go on as if nothing had happened. So a torn
 checkpoint, a lost one and a wrong one all show as a step that begins with other values than in a job that nobody killed.
 """
 
+import dataclasses
 import random
 import time
 from collections import Counter
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.training import NUM_RANKS, TOTAL_STEPS, Trail, train
+from tests.faults.training import NUM_RANKS, TOTAL_STEPS, Trail, logged, train
 from tests.harness.jobs import RunningJob, running_job
 
 START_LIMIT_S = 60.0
@@ -25,22 +26,36 @@ POINTS = {
     "after_commit": True,
     "before_purge": True,
 }
-LINES_OF_A_STEP = len(POINTS) + 1
+LINES_OF_A_STEP = len(POINTS) + 2
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Uninterrupted:
+    """What a job has written that is neither killed nor saved."""
+
+    digests: list[list[str]]
+    """Of the state at the beginning of each step, by rank."""
+    read: list[dict[str, set[str]]]
+    """Samples of each step, by rank."""
+    logged: dict[tuple[int, str], object]
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> list[list[str]]:
-    """Digest of the state at the beginning of each step, by rank, of a job that is neither killed nor saved."""
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Uninterrupted:
     folder = tmp_path_factory.mktemp("uninterrupted")
     with running_job(train, folder, str(folder), {"period_steps": "disable"}) as job:
         assert job.wait(RUN_LIMIT_S) == [0] * NUM_RANKS
     of_ranks = [Trail(folder, rank).steps() for rank in range(NUM_RANKS)]
     assert [[step.number for step in steps] for steps in of_ranks] == [list(range(TOTAL_STEPS))] * NUM_RANKS
-    return [[step.digest for step in steps] for steps in of_ranks]
+    return Uninterrupted(
+        digests=[[step.digest for step in steps] for steps in of_ranks],
+        read=[Trail(folder, rank).read() for rank in range(NUM_RANKS)],
+        logged=logged(folder),
+    )
 
 
-def check_steps(folder: Path, uninterrupted: list[list[str]]) -> None:
-    for rank, digests in enumerate(uninterrupted):
+def check_steps(folder: Path, uninterrupted: Uninterrupted) -> None:
+    for rank, digests in enumerate(uninterrupted.digests):
         for step in Trail(folder, rank).steps():
             assert step.digest == digests[step.number], f"rank {rank} began step {step.number} with other values"
 
@@ -61,11 +76,15 @@ def starts(folder: Path) -> list[int | None]:
     return begun
 
 
-def run_to_the_end(folder: Path, uninterrupted: list[list[str]]) -> int | None:
+def run_to_the_end(folder: Path, uninterrupted: Uninterrupted) -> int | None:
     """Return the step that the job resumed at; None if it was complete."""
     with running_job(train, folder, str(folder)) as job:
         assert job.wait(RUN_LIMIT_S) == [0] * NUM_RANKS
     check_steps(folder, uninterrupted)
+    assert [Trail(folder, rank).read() for rank in range(NUM_RANKS)] == uninterrupted.read
+    # Values that still waited for the host when a process was killed are not in the log.
+    assert {step for step, _ in logged(folder)} >= {TOTAL_STEPS - 1, TOTAL_STEPS}
+    assert logged(folder).items() <= uninterrupted.logged.items()
     assert sorted(path.name for path in (folder / "checkpoints" / "job").iterdir()) == [
         f"save-{TOTAL_STEPS - 1}",
         f"save-{TOTAL_STEPS}",
@@ -73,8 +92,9 @@ def run_to_the_end(folder: Path, uninterrupted: list[list[str]]) -> int | None:
     return starts(folder)[-1]
 
 
-def test_a_kill_at_each_point_of_a_save(tmp_path: Path, uninterrupted: list[list[str]]):
-    """D2, with the process of the next point resuming what that of the one before has left."""
+@pytest.mark.timeout_s(600)  # eight starts of a job: seconds each, on a busy machine far more
+def test_a_kill_at_each_point_of_a_save(tmp_path: Path, uninterrupted: Uninterrupted):
+    """D2 and D5: the process of the next point resumes what that of the one before has left."""
     expected = 0
     trail = Trail(tmp_path, 0)
     for num_before, (point, counts) in enumerate(POINTS.items()):
@@ -105,7 +125,7 @@ def wait_for_stop(job: RunningJob, trail: Trail, number: int) -> None:
 )
 @pytest.mark.timeout_s(1800)
 def test_kills_at_random(
-    tmp_path: Path, uninterrupted: list[list[str]], num_kills: int, in_background: bool, seed_of_faults: int
+    tmp_path: Path, uninterrupted: Uninterrupted, num_kills: int, in_background: bool, seed_of_faults: int
 ):
     """D1. In the background the save of a step may be lost with the step after it: one interval."""
     generator = random.Random(seed_of_faults)

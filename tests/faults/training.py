@@ -2,12 +2,13 @@
 
 The job is the regression job of the training loop on sharded ranks, with dropout and accumulation, and a checkpoint after
 each step. Each rank appends a line to its trail when a step begins: the step, and a digest of all that it has in memory
-(weights, optimizer, learning rates, random generators). A job that was resumed must write the lines of one that nothing has
-happened to. Points of a save are in the trail too.
+(weights, optimizer, learning rates, random generators), and one when it ends, with the samples that it has read. A job that was
+resumed must write the lines of one that nothing has happened to. Points of a save are in the trail too.
 """
 
 import dataclasses
 import hashlib
+import json
 import os
 import threading
 from pathlib import Path
@@ -20,7 +21,7 @@ from torch.optim import Optimizer
 from d9d.core.dist_context import DeviceMeshParameters
 from d9d.core.placement import local_tensor
 from d9d.loop.event.catalogue.common import EventStepContext
-from d9d.loop.event.catalogue.train import EVENT_TRAIN_STEP_PRE
+from d9d.loop.event.catalogue.train import EVENT_TRAIN_STEP_POST, EVENT_TRAIN_STEP_PRE
 from d9d.pipelining.training import PipelinedOptimizer
 from tests.d9d.loop.run.regression_job import Job, build_job
 
@@ -51,7 +52,9 @@ def train(folder: str, options: dict[str, Any] | None = None, stop_at: tuple[str
     checkpointer = job.trainer._state.checkpointer
     checkpointer._saver._probe = probe
     checkpointer._checkpoints.folder._probe = probe
-    job.trainer._state.event_bus.subscribe(EVENT_TRAIN_STEP_PRE, lambda context: trail.write_step(job, context))
+    bus = job.trainer._state.event_bus
+    bus.subscribe(EVENT_TRAIN_STEP_PRE, lambda context: trail.write_step(job, context))
+    bus.subscribe(EVENT_TRAIN_STEP_POST, lambda context: trail.write_read(job, context))
     job.trainer.train()
 
 
@@ -64,6 +67,12 @@ def sharded_job(folder: Path, options: dict[str, Any] | None = None) -> Job:
         dropout=0.3,
         overrides={"checkpointing": checkpointing},
     )
+
+
+def logged(folder: Path) -> dict[tuple[int, str], object]:
+    """Return what was logged, by step and name; of a step that was done again the last value."""
+    points = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    return {(point["step"], point["name"]): point["value"] for point in points if "step" in point}
 
 
 class Trail:
@@ -80,8 +89,22 @@ class Trail:
     def write_step(self, job: Job, context: EventStepContext) -> None:
         self.write(f"step {context.schedule.current_step} {digest(job)}")
 
+    def write_read(self, job: Job, context: EventStepContext) -> None:
+        self.write(f"read {context.schedule.current_step} {job.task.read}")
+        job.task.read.clear()
+
     def lines(self) -> list[str]:
         return self.path.read_text().splitlines() if self.path.exists() else []
+
+    def read(self) -> dict[str, set[str]]:
+        """Return which samples each step has read, by its number; one list for each step where all attempts agree."""
+        found: dict[str, set[str]] = {}
+        for line in self.lines():
+            kind, _, rest = line.partition(" ")
+            if kind == "read":
+                step, _, samples = rest.partition(" ")
+                found.setdefault(step, set()).add(samples)
+        return found
 
     def steps(self) -> list[Step]:
         words = [line.split() for line in self.lines() if line.startswith("step ")]

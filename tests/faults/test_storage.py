@@ -1,0 +1,114 @@
+"""D3: disks that are full, at many places of a file. D16: slow storage, and ranks that see it late."""
+
+import errno
+import logging
+import resource
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from d9d.checkpoint import CheckpointFolder, CheckpointSaver, find_checkpoint, load_state
+from d9d.core.participants import Participants
+
+LOGGER = logging.getLogger("test")
+LIMIT_S = 10.0
+ROWS = 4001
+
+
+def participants() -> Participants:
+    world = dist.group.WORLD
+    assert world is not None
+    return Participants([world])
+
+
+def state(value: float) -> dict[str, DTensor]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    full = torch.arange(ROWS * 8.0).view(ROWS, 8) + value
+    return {"large": distribute_tensor(full, mesh, [Shard(0)]), "small": distribute_tensor(full[:3], mesh, [Shard(0)])}
+
+
+def check_newest(path: Path, step: int) -> None:
+    """Load the newest checkpoint, whose values are the step."""
+    found = find_checkpoint(CheckpointFolder(path, LOGGER), participants(), "raise", LOGGER)
+    assert found is not None
+    assert found.step == step
+    wanted = state(-1.0)
+    load_state(found.path, wanted, dist.group.WORLD)
+    for name, expected in state(step).items():
+        assert torch.equal(wanted[name].to_local(), expected.to_local())
+
+
+@contextmanager
+def files_no_larger_than(num_bytes: int) -> Generator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("num_places", [pytest.param(5), pytest.param(50, marks=pytest.mark.faults)])
+@pytest.mark.parametrize("in_background", [False, True])
+@pytest.mark.world_size(2, timeout_s=300)
+def test_a_file_that_cannot_grow(tmp_path: Path, num_places: int, in_background: bool):
+    """D3. The system refuses to write further, as it does when a disk is full, at places all over the file of rank 1."""
+    CheckpointSaver(CheckpointFolder(tmp_path, LOGGER), participants()).save(state(1), 1)
+    own = Participants([dist.new_group(backend="gloo")]) if in_background else None
+    saver = CheckpointSaver(CheckpointFolder(tmp_path, LOGGER), participants(), own)
+    full_bytes = (tmp_path / "save-1" / "__1_0.distcp").stat().st_size
+    for place in range(num_places):
+        limit = full_bytes * place // num_places if dist.get_rank() == 1 else 1 << 40
+        started_s = time.monotonic()
+        with (
+            files_no_larger_than(limit),
+            pytest.raises(
+                OSError, match=r"could not save the checkpoint .*save-2: on rank 1 of 2: File too large"
+            ) as full,
+        ):
+            save_and_wait(saver, 2)
+        assert full.value.errno == errno.EFBIG
+        assert time.monotonic() - started_s < LIMIT_S
+    check_newest(tmp_path, 1)
+    save_and_wait(saver, 3)  # there is room again
+    check_newest(tmp_path, 3)
+
+
+def save_and_wait(saver: CheckpointSaver, step: int) -> None:
+    saver.save(state(step), step)
+    saver.wait()
+
+
+@pytest.mark.world_size(2)
+def test_a_slow_commit(tmp_path: Path):
+    """D16: all ranks come back after the commit, not before."""
+
+    def slow(point: str) -> None:
+        if point == "before_commit":
+            time.sleep(2.0)
+
+    saver = CheckpointSaver(CheckpointFolder(tmp_path, LOGGER, slow), participants())
+    saver.save(state(1), 1)
+    assert (tmp_path / "save-1" / "commit.json").exists()
+    check_newest(tmp_path, 1)
+
+
+@pytest.mark.world_size(2)
+def test_a_rank_that_sees_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """D16: caches of network file systems may know nothing of new names yet. What is there is for rank 0 to say."""
+    saver = CheckpointSaver(CheckpointFolder(tmp_path, LOGGER), participants())
+    saver.save(state(1), 1)
+    if dist.get_rank() == 1:
+        for question in ("exists", "is_dir", "is_file"):
+            monkeypatch.setattr(Path, question, lambda self, *args, **kwargs: False)
+        monkeypatch.setattr(Path, "iterdir", lambda self: iter(()))
+    check_newest(tmp_path, 1)
+    saver.save(state(2), 2)
+    check_newest(tmp_path, 2)
