@@ -107,6 +107,8 @@ def check_meshes(saved_on, loaded_on, folder):
     """What one mesh has saved is bit for bit what others save that have loaded it, and train on with alike."""
     folder = shared(folder)
     trainer = on(saved_on)
+    # A mesh whose Trainer is gone would be built anew, when garbage collection has found it, at another time on each rank.
+    trainers = [trainer]
     trainer.fit(seeded(OddStack), loader_for(trainer))
     trainer.save_checkpoint(folder / "first.ckpt")
     first = read_checkpoint(folder / "first.ckpt")
@@ -114,6 +116,7 @@ def check_meshes(saved_on, loaded_on, folder):
     for number, mesh in enumerate(loaded_on):
         # All epochs are done: nothing is trained.
         trainer = on(mesh)
+        trainers.append(trainer)
         trainer.fit(seeded(OddStack, seed=number + 1), loader_for(trainer), ckpt_path=folder / "first.ckpt")
         trainer.save_checkpoint(folder / f"{number}.ckpt")
         equal_checkpoints(first, folder / f"{number}.ckpt")
