@@ -30,10 +30,9 @@ T = TypeVar("T")
 _LAUNCHER_PID = "D9D_LAUNCHER_PID"
 """Environment variable that tells the started processes who started them."""
 
-_CONTEXTS: weakref.WeakValueDictionary[tuple[DeviceMeshParameters, torch.device], DistributedContext] = (
-    weakref.WeakValueDictionary()
-)
-"""Contexts that strategies and modules of this process use, so that a mesh has its groups once."""
+_CONTEXTS: dict[tuple[DeviceMeshParameters, torch.device], DistributedContext] = {}
+"""Contexts of this process, so that a mesh has its groups once. They stay as long as the default group: ranks that free one
+when they happen to collect garbage would not agree on whether the next Trainer needs new groups."""
 
 _ACTIVE: weakref.WeakValueDictionary[str, DistributedContext] = weakref.WeakValueDictionary()
 """Under "job" the context of the Trainer that ran last, for callables that must not hold groups themselves."""
@@ -117,8 +116,9 @@ def join_job(
         device: Device of this rank.
         timeout_s: Time limit of collectives from now on, in seconds; None leaves it.
     """
+    forget_contexts()
     context = _CONTEXTS.get((params, device))
-    if context is None or context.groups[0] is not dist.group.WORLD:
+    if context is None:
         context = _CONTEXTS[params, device] = _build_context(params, environment, num_devices, device)
     _ACTIVE["job"] = context
     if timeout_s is not None:
@@ -138,6 +138,13 @@ def _build_context(
         MASTER_PORT=str(environment.main_port),
     )
     return DistributedContext(params, logging.INFO, device=device)
+
+
+def forget_contexts() -> None:
+    """Let go of the contexts of a default process group that was destroyed."""
+    for key, context in list(_CONTEXTS.items()):
+        if context.groups[0] is not dist.group.WORLD:
+            del _CONTEXTS[key]
 
 
 def active_context() -> DistributedContext | None:

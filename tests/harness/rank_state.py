@@ -193,6 +193,9 @@ def _forget_meshes() -> None:
     for cache in _caches_of_torch():
         cache.cache_clear()
     dtensor_random._rng_tracker = None
+    launch = sys.modules.get("d9d_lightning.jobs.launch")
+    if launch is not None:
+        launch.forget_contexts()
     # Groups die, with their threads and sockets, only when the cycles that hold them are found.
     gc.collect()
 
