@@ -111,8 +111,7 @@ class D9DStrategy(ParallelStrategy):
             pipeline_module: Dotted name of the submodule that is cut into stages, for ``pipeline_parallel`` > 1.
             stages: How it is cut. None: an ``nn.Sequential``, into stages of about equally many parameters.
             schedule: Name of a pipeline schedule, its config from `d9d.pipelining.factory`, or the fields of that.
-            microbatches: Number of microbatches that one batch is cut into. None leaves batches whole. In a pipeline the
-                batches of an accumulation window run as one pack, so ``accumulate_grad_batches`` makes microbatches too.
+            microbatches: Parts that a batch is cut into. None: whole. A pipeline runs the batches of a window as one pack.
             bucket_size_mb: MiB of a gradient bucket of replicated parameters. Smaller ones overlap more, larger ones cost less.
             min_unit_params: Smallest FSDP unit of the default plan where no block repeats. Each costs Python time.
             mp_policy: FSDP's own mixed precision, for the default and the pattern plan. None: autocast, as ``precision`` says.
