@@ -259,8 +259,7 @@ class D9DStrategy(ParallelStrategy):
         self._context = join_job(self.mesh, self.cluster_environment, num_devices, self.root_device, timeout_s)
         if self.lightning_module is not None:
             self._failure = RunFailure(self._context, self.lightning_module.trainer, timeout_s)
-            if is_overridden("configure_model", self.lightning_module):
-                # Only there, since a module that holds groups cannot be copied.
+            if is_overridden("configure_model", self.lightning_module):  # a module that holds groups cannot be copied
                 self.lightning_module._device_mesh = self._context.mesh_for(DENSE_DOMAIN)
         self._checkpoints.join(self._context, self._failure)
 

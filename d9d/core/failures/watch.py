@@ -42,6 +42,7 @@ __all__ = ["JobWatch", "watching"]
 _TICK_S = 0.2
 _PERIOD_S = 1.0
 """How often a rank tells where it is, for when it can do so no more."""
+_CONNECT_PERIOD_S = 0.05
 _CONNECT_LIMIT_S = 5.0
 _ECHO_LIMIT_S = 2.0
 """How long an error that another rank may have caused waits for its cause, and then for what rank 0 finds out."""
@@ -246,7 +247,7 @@ class JobWatch:
         assert self._store is not None  # whoever starts the thread has it
         while not self._store.check([f"{self._key}/address"]):
             self._look_into_store()
-            time.sleep(_TICK_S)
+            time.sleep(_CONNECT_PERIOD_S)
             if self._is_over:
                 return
         host, port, token = json.loads(self._store.get(f"{self._key}/address"))
