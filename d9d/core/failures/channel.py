@@ -87,7 +87,7 @@ class Channel:
             return None
         try:
             return [_read(line) for line in lines]
-        except ValueError:
+        except (ValueError, RecursionError):
             return None  # it is none of ours
 
     def close(self) -> None:

@@ -98,7 +98,10 @@ class Hub:
                 self._fail(Failure(rank, _unaccounted(rank, self._places.get(rank, "start-up"))))
 
     def _greet(self, channel: Channel, message: Message) -> None:
-        if not secrets.compare_digest(message.text, self.token) or not 0 <= message.rank < self._num_ranks:
+        if (
+            not secrets.compare_digest(message.text.encode(), self.token.encode())
+            or not 0 <= message.rank < self._num_ranks
+        ):
             self._forget(channel)
             return
         self._channels[message.rank] = channel

@@ -108,15 +108,17 @@ class JobWatch:
             self._start()
 
     def _start(self) -> None:
-        self._store = _get_default_store()
+        # With a connection of its own: the one of the process is blocked while the working thread waits in the store.
+        store: Store = _get_default_store().clone()  # pyright: ignore[reportAttributeAccessIssue]  # not in stubs (torch 2.13)
+        self._store = store
         # All ranks come to the same blocks in the same order, each counts for itself.
-        number = self._store.add(f"d9d/watch/rank/{self._context.rank}", 1)
+        number = store.add(f"d9d/watch/rank/{self._context.rank}", 1)
         self._key = f"d9d/watch/{number}"
         if self._context.rank == 0:
             is_local = self._context.num_nodes == 1
             self._hub = Hub(self._context.world_size, is_local=is_local, decide=self._decide)
             address = [socket.gethostname(), self._hub.port, self._hub.token]
-            self._store.set(f"{self._key}/address", json.dumps(address))
+            store.set(f"{self._key}/address", json.dumps(address))
         threading.Thread(target=self._run, name="d9d-failure-watch", daemon=True).start()
 
     # The working thread
@@ -284,8 +286,9 @@ class JobWatch:
         channel = self._channel
         if channel is None:
             time.sleep(_TICK_S)
-            with contextlib.suppress(RuntimeError):  # the store is gone, and the working thread will notice
-                self._look_into_store()
+            if not self._is_over:
+                with contextlib.suppress(RuntimeError):  # the store is gone, and the working thread will notice
+                    self._look_into_store()
             return
         if not channel.wait(_TICK_S):
             return

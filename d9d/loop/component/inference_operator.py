@@ -45,6 +45,7 @@ class InferenceTaskOperator(typing.Generic[TBatch, TPipelineInput, TSharedInput,
     ) -> None:
         """Connect the task with the pipeline."""
         self._task = task
+        self._activity = dist_context.activity
         self._pipeline = pipeline.schedule
         self._has_outputs = pipeline.has_last_stage
         self._waiting: dict[int, TState] = {}
@@ -85,6 +86,7 @@ class InferenceTaskOperator(typing.Generic[TBatch, TPipelineInput, TSharedInput,
     def _process(self, output: TPipelineOutput, microbatch_index: int) -> None:
         if microbatch_index not in self._waiting:
             return  # an idle microbatch
+        self._activity.place = f"outputs of microbatch {microbatch_index}"
         self._state.store(microbatch_index, self._waiting.pop(microbatch_index))
         try:
             with self._state.scope(microbatch_index) as state:

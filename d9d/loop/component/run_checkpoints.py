@@ -9,7 +9,7 @@ from d9d.core.dist_context import DistributedContext
 from d9d.core.launch import RestartEnvironment
 from d9d.core.participants import Participants
 from d9d.loop.component.restarts import refuse_restarts_without_progress
-from d9d.loop.config import CheckpointingConfig
+from d9d.loop.config import CheckpointingConfig, StepActionSpecial
 
 __all__ = ["STATE_KEY", "RunCheckpoints"]
 
@@ -35,6 +35,7 @@ class RunCheckpoints:
         self.participants = Participants([] if self.group is None else [self.group])
         self._logger = dist_context.logger
         self._on_corrupt: OnCorrupt = config.on_corrupt
+        self._saves = config.period_steps != StepActionSpecial.disable
         self._max_restarts_without_progress = config.max_restarts_without_progress
         self._verified: SavedCheckpoint | None = None
 
@@ -55,6 +56,8 @@ class RunCheckpoints:
         Raises:
             RuntimeError: It was; see ``checkpointing.max_restarts_without_progress``.
         """
+        if not self._saves:
+            return  # nothing tells how far the job has come
         newest = self.newest()
         with self.participants.failing_together():
             if self.participants.rank == 0:

@@ -89,7 +89,7 @@ class Inference:
                 job.schedule.current_step,
             )
             return
-        with contextlib.ExitStack() as stack:
+        with contextlib.ExitStack() as ending, contextlib.ExitStack() as stack:
             stack.enter_context(ends_with_torchrun())
             stack.enter_context(job.gc)
             stack.enter_context(job.progress.open())
@@ -107,6 +107,7 @@ class Inference:
                     profiler.step()
                 job.progress.step()
                 job.progress.show(job.schedule.current_step, {})
+            ending.enter_context(job.dist_context.activity.inside("end of the job", None))
             job.task.finalize(FinalizeContext())
             job.event_bus.trigger(EVENT_INFERENCE_FINISHED, EventFinishedContext())
 

@@ -110,7 +110,7 @@ class Trainer:
         if job.schedule.current_step >= job.schedule.total_steps:
             job.dist_context.logger.info("the job is complete: %d steps are done", job.schedule.current_step)
             return
-        with contextlib.ExitStack() as stack:
+        with contextlib.ExitStack() as ending, contextlib.ExitStack() as stack:
             stack.enter_context(ends_with_torchrun())
             writer = stack.enter_context(job.logger.new_run({}))
             stack.enter_context(job.logger.install())
@@ -130,6 +130,8 @@ class Trainer:
                 if profiler is not None:
                     profiler.step()
                 job.progress.step()
+            # Code of the user, saves in the background and writers of logs take the time that they need.
+            ending.enter_context(job.dist_context.activity.inside("end of the job", None))
             self._finish()
 
     def _finish(self) -> None:

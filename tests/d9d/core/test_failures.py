@@ -187,3 +187,15 @@ def test_a_report_says_where_all_ranks_are():
     assert "rank 3: has not come this far, or is gone" in lines
     assert lines[-1] == "ranks 0-1: in an all_reduce"
     ranks.hub.close()
+
+
+@pytest.mark.parametrize("line", [b'["hello", 0, "\xc3\xa9"]', b"[" * 100_000], ids=["no ASCII", "many brackets"])
+def test_what_strangers_send_does_not_end_the_watch(line: bytes):
+    ranks = Ranks(1)
+    stranger = Channel(socket.create_connection(("127.0.0.1", ranks.hub.port)))
+    stranger.socket.sendall(line + b"\n")
+    assert next_message(stranger) is None
+    rank = ranks.connect(0)
+    rank.send(Message("failed", 0, Failure(0, "the truth").to_json()))
+    assert failure_of(rank) == Failure(0, "the truth")
+    ranks.hub.close()

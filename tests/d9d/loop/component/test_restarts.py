@@ -5,8 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from d9d.core.dist_context import DeviceMeshParameters
 from d9d.core.launch import RestartEnvironment
 from d9d.loop.component.restarts import RECORD_NAME, refuse_restarts_without_progress
+from d9d.loop.component.run_checkpoints import RunCheckpoints
+from d9d.loop.config import CheckpointingConfig
 
 LOGGER = logging.getLogger(__name__)
 
@@ -70,3 +73,11 @@ def test_the_environment_is_read(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "two")
     with pytest.raises(ValueError, match="TORCHELASTIC_RESTART_COUNT='two'"):
         RestartEnvironment.read()
+
+
+def test_a_job_without_checkpoints_counts_no_restarts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for name, value in (("RUN_ID", "a"), ("RESTART_COUNT", "1"), ("MAX_RESTARTS", "3")):
+        monkeypatch.setenv(f"TORCHELASTIC_{name}", value)
+    (tmp_path / "file").touch()  # no folder can be made there
+    config = CheckpointingConfig(save_dir=tmp_path / "file" / "checkpoints", period_steps="disable")
+    RunCheckpoints(DeviceMeshParameters().build(), config, "run").count_restart()

@@ -1,6 +1,7 @@
 """The native training loop: the same numbers on every mesh, and exact resumption."""
 
 import dataclasses
+import time
 from pathlib import Path
 
 import pytest
@@ -265,3 +266,23 @@ def test_uneven_packs_are_refused_where_every_microbatch_is_a_collective(tmp_pat
     )
     with pytest.raises(ValueError, match=r"ranks have 1 to 4 microbatches"):
         job.trainer.train()
+
+
+class TakesLongToFinish(Task):
+    """Needs longer for its end than a step may take."""
+
+    is_finished = False
+
+    def finalize(self, context):
+        time.sleep(5.5)
+        self.is_finished = True
+
+
+@pytest.mark.exhaustive
+@pytest.mark.world_size(2)
+def test_the_end_of_a_job_may_take_longer_than_a_step(tmp_path):
+    mesh = DeviceMeshParameters(data_parallel_replicate=2)
+    overrides = {"timeout": {"init_timeout": 60, "step_timeout": 3}}
+    job = build_job(mesh, tmp_path, total_steps=2, overrides=overrides, task_class=TakesLongToFinish)
+    job.trainer.train()
+    assert job.task.is_finished
