@@ -23,6 +23,7 @@ __all__ = ["ZephonPackStream", "ZephonPipeline", "pipeline_identity"]
 
 _POSITION_KEY = "zephon"
 _NUM_STEPS_KEY = "num_steps"
+_PREFETCH = "PrefetchOp"
 _WHOLE_FILE_BYTES = 1 << 20
 _PROBE_BYTES = 1 << 12
 _NUM_PROBES = 64
@@ -142,7 +143,7 @@ def pipeline_identity(pipeline: object) -> dict[str, str | int]:
     Zephon resumes over another seed, other operations, and shards that were added or edited (0.2.0). Files of up to 1 MiB
     count by all of their bytes, larger ones by their size and 64 blocks of 4 KiB. Of data that are not in local files, and
     of other work sources than ``StaticMixtureWorkSource``, counts of samples are known, or nothing. Operations count by
-    their plain settings and the names of their functions.
+    their plain settings and the names of their functions; prefetching does not: it hands on what it gets, as it gets it.
 
     Reads files; call it on one rank.
 
@@ -168,12 +169,13 @@ def pipeline_identity(pipeline: object) -> dict[str, str | int]:
 
 
 def _describe_operations(node: Any) -> list[str]:  # noqa: ANN401  # a node of Zephon's graph
-    """Return name and settings of each operation up to a node, the first one first."""
+    """Return name and settings of each operation that makes samples, up to a node, the first one first."""
     described: list[str] = []
     while node is not None:
-        settings = vars(node.op)  # introspection: operations of Zephon have no common way to tell their settings
-        texts = ((name, _setting(value)) for name, value in sorted(settings.items()) if not name.startswith("_"))
-        described.insert(0, " ".join([str(node.name), *(f"{name}={text}" for name, text in texts if text)]))
+        if type(node.op).__name__ != _PREFETCH:
+            settings = vars(node.op)  # introspection: operations of Zephon have no common way to tell their settings
+            texts = ((name, _setting(value)) for name, value in sorted(settings.items()) if not name.startswith("_"))
+            described.insert(0, " ".join([str(node.name), *(f"{name}={text}" for name, text in texts if text)]))
         node = node.inputs[0] if node.inputs else None
     return described
 

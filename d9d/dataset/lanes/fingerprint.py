@@ -1,5 +1,6 @@
 """A short text that changes with the samples of a dataset, to notice that a run resumes on other data."""
 
+import copy
 import dataclasses
 import hashlib
 import struct
@@ -8,6 +9,7 @@ from typing import Protocol, cast, runtime_checkable
 
 import numpy as np
 import torch
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.utils.data import DataLoader, Dataset
 
 from d9d.dataset.lanes.generators import KeptGenerators
@@ -35,7 +37,8 @@ def dataset_fingerprint(dataset: MapDataset, *, in_process_of_its_own: bool = Fa
     samples that are spread evenly over it. Tensors, arrays, strings, bytes, numbers and nests of these count by value;
     of other objects, the type counts alone. Random numbers that loading draws are the same every time.
 
-    It loads samples: in a job, call it on one rank and hand the result to the others.
+    It loads samples: in a job, call it on one rank and hand the result to the others. A dataset with a state gets back the
+    one that it had.
 
     Args:
         dataset: Map-style dataset of at least one sample.
@@ -48,11 +51,15 @@ def dataset_fingerprint(dataset: MapDataset, *, in_process_of_its_own: bool = Fa
         return fingerprint
     if isinstance(dataset, FingerprintedDataset):
         return dataset.fingerprint()  # one of several sources loads samples, too
+    # Copied: a dataset may return what it goes on to change.
+    state = copy.deepcopy(dataset.state_dict()) if isinstance(dataset, Stateful) else None
     num_samples = len(dataset)
     digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
     with KeptGenerators():
         for index in _probes(num_samples):
             digest.update(_digest_of(load_sample(dataset, index, seed=index)))
+    if isinstance(dataset, Stateful) and state is not None:
+        dataset.load_state_dict(state)
     kind = type(dataset)
     return f"{kind.__module__}.{kind.__qualname__}/{num_samples}/{digest.hexdigest()}"
 

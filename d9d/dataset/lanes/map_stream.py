@@ -91,9 +91,10 @@ class ElasticMapStream(MicrobatchPackStream):
     A dataset that takes seeds (`SeededDataset`) gets one for each sample that follows from the seed of the plan and the
     position. Besides, the global CPU generators of PyTorch, NumPy and Python are seeded with that of its first position
     before each microbatch is loaded and collated; those of NumPy and Python from the first one on that draws from them,
-    which is loaded twice ([Note: seeding only what draws]). In the process that trains (num_workers 0), they are put back
-    after each pack, so that training does not notice. That works on the main thread only, which may draw from them at any
-    moment: such a stream asks to be read there (`needs_main_thread`), and a thread that reads it leaves the generators alone.
+    which is loaded twice unless the dataset has a state ([Note: seeding only what draws]). In the process that trains
+    (num_workers 0), they are put back after each pack, so that training does not notice. That works on the main thread only,
+    which may draw from them at any moment: such a stream asks to be read there (`needs_main_thread`), and a thread that
+    reads it leaves the generators alone.
 
     In the short last step of an epoch (`Tail.short`), packs may hold an `IdleMicrobatch`. See [Note: short steps].
 

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, cast, runtime_checkable
 
 import numpy as np
 import torch
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.utils.data import Dataset
 
 from d9d.core.types import CollateFn, IdleMicrobatch
@@ -111,7 +112,8 @@ class MicrobatchLoader(Dataset[Any]):
     loaded once more with seeds, as all after it are: what comes out is the same as with seeds from the start. PyTorch's
     generator is seeded fast, and always: one may ask for its seed (`torch.initial_seed`), which leaves no trace. NumPy may
     keep back the second of a pair of normal numbers, and give it without a trace, but none from before: PyTorch seeds
-    it in loader processes, and elsewhere `KeptGenerators` exchanges it.
+    it in loader processes, and elsewhere `KeptGenerators` exchanges it. A dataset with a state is seeded from the start:
+    loading twice would move it twice.
 
     Args:
         dataset: Map-style dataset.
@@ -140,7 +142,7 @@ class MicrobatchLoader(Dataset[Any]):
         self._seeds = seeds
         self._attach_weights = attach_weights
         self._seeds_generators = seeds_generators
-        self._has_drawn = False
+        self._has_drawn = isinstance(dataset, Stateful)
 
     def __getitem__(self, request: MicrobatchRequest) -> Any:  # noqa: ANN401 - see `AttachWeights`
         if not (self._seeds_generators and may_seed_generators()):

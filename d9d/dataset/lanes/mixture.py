@@ -2,6 +2,7 @@
 
 import functools
 import hashlib
+import math
 from collections.abc import Sequence
 from typing import Any, Generic, TypeVar
 
@@ -147,42 +148,67 @@ class MixtureDataset:
 class LaneMixture(Generic[T]):
     """Draws the elements of one lane from several streams of this lane.
 
+    [Note: lanes take turns at the draws]
+    The elements of number q of all L lanes are the draws q * L to (q + 1) * L - 1 of one schedule. So the share of each
+    source is exact to within one element after any number of elements per lane. Were lane l always to take the l-th of
+    these, some lanes would never draw from some sources where L and the period have a common divisor, and nobody would read
+    the records that these lanes have there. So lanes move on by one draw each time that the schedule is back at the start
+    of its period: in as many elements as the period is long, a lane makes each draw of the period once.
+
     Args:
         streams: The stream of each source for this lane.
         weights: Draws of each per period.
-        lane: Index of the lane. Lanes start at different draws of the period, so that a step holds all sources.
+        lane: Index of the lane.
+        num_lanes: Number of lanes, which draw together.
 
     Raises:
-        ValueError: There are not as many streams as weights, or the weights are wrong.
+        ValueError: There are not as many streams as weights, the weights are wrong, or there is no such lane.
     """
 
-    def __init__(self, streams: Sequence[LaneStream[T]], weights: Sequence[int], lane: int) -> None:
+    def __init__(self, streams: Sequence[LaneStream[T]], weights: Sequence[int], lane: int, num_lanes: int) -> None:
         if len(streams) != len(weights):
             raise ValueError(f"{len(streams)} streams need as many weights, not {len(weights)}.")
+        if not 0 <= lane < num_lanes:
+            raise ValueError(f"lane ({lane}) must be from 0 to {num_lanes - 1}.")
         self._streams = list(streams)
         self._schedule = MixtureSchedule(weights)
         self._lane = lane
+        self._num_lanes = num_lanes
+        self._elements_per_turn = self._schedule.period // math.gcd(self._schedule.period, num_lanes)
         self._num_draws = 0
 
     def __next__(self) -> T:
-        source, _ = self._schedule.place(self._num_draws + self._lane)
+        # See [Note: lanes take turns at the draws].
+        turn = self._num_draws // self._elements_per_turn
+        source, _ = self._schedule.place(self._num_draws * self._num_lanes + (self._lane + turn) % self._num_lanes)
         element = next(self._streams[source])
         self._num_draws += 1
         return element
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of draws and the state of each source."""
-        return {"num_draws": self._num_draws, "sources": [stream.state_dict() for stream in self._streams]}
+        """Return the number of draws of this lane, the number of lanes and the state of each source."""
+        return {
+            "num_draws": self._num_draws,
+            "num_lanes": self._num_lanes,
+            "sources": [stream.state_dict() for stream in self._streams],
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue at a saved position.
 
         Raises:
-            ValueError: The state is of another number of sources.
+            ValueError: The state is of another number of sources or lanes, or of an order that is not drawn any more.
         """
         saved = state_dict["sources"]
         if len(saved) != len(self._streams):
             raise ValueError(f"the saved mixture has {len(saved)} sources, this one has {len(self._streams)}.")
+        if "num_lanes" not in state_dict:
+            raise ValueError(
+                "the saved mixture was drawn in an order of its own by each lane, which is not exact over the lanes: resume with "
+                "the version that saved it, or start a new run."
+            )
+        if state_dict["num_lanes"] != self._num_lanes:
+            raise ValueError(f"the saved mixture has {state_dict['num_lanes']} lanes, this one has {self._num_lanes}.")
         for stream, state in zip(self._streams, saved, strict=True):
             stream.load_state_dict(state)
         self._num_draws = state_dict["num_draws"]

@@ -140,13 +140,14 @@ def _ranks(
             samples = _samples_per_rank(plan, dp_size, num_steps)
             if not is_known and plan.tail is Tail.short:
                 samples = f"at most {samples}"
-        lines.append(f"{dp_size:<8d} {_microbatches_per_rank(plan, dp_size, num_steps):<23s} {samples}".rstrip())
+        microbatches = _microbatches_per_rank(plan, dp_size, num_steps, is_known=is_known)
+        lines.append(f"{dp_size:<8d} {microbatches:<23s} {samples}".rstrip())
     return "\n".join(lines)
 
 
-def _microbatches_per_rank(plan: DataPlan, dp_size: int, num_steps: int | None) -> str:
+def _microbatches_per_rank(plan: DataPlan, dp_size: int, num_steps: int | None, *, is_known: bool) -> str:
     counts = [str(plan.num_microbatches(point.from_step, dp_size)) for point in plan.schedule.ramp]
-    short = _short_step(plan, num_steps)
+    short = _short_step(plan, num_steps) if is_known else None
     if short is not None:
         num_idle = plan.num_microbatches(short, dp_size) * dp_size - len(plan.step_samples(short))
         idle = f", {num_idle} idle" if num_idle else ""

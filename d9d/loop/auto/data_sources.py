@@ -154,7 +154,7 @@ def build_lane(
     ]
     if not weights:
         return streams[0]
-    return LaneMixture(streams, [weights[name] for name in sources], lane)
+    return LaneMixture(streams, [weights[name] for name in sources], lane, plan.num_lanes)
 
 
 def _packer(packing: PackingConfig, records: LaneRecords) -> LaneStream[PackedSequence]:

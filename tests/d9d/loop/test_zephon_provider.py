@@ -33,7 +33,7 @@ def write_data(folder, num_shards=NUM_SAMPLES // PER_SHARD, changed=None):
     return folder
 
 
-def build(folder, seed=5, batch_size=2, chunk_size=4, **extra):
+def build(folder, seed=5, batch_size=2, chunk_size=4, prefetch=None, **extra):
     source = zephon.StaticMixtureWorkSource(
         datasets=[zephon.Dataset.from_path("numbers", str(folder))],
         mixture=zephon.MixtureSpec({"numbers": 1.0}),
@@ -41,7 +41,10 @@ def build(folder, seed=5, batch_size=2, chunk_size=4, **extra):
         chunk_size=chunk_size,
         **extra,
     )
-    return zephon.Pipeline(source).batch(microbatch_size=batch_size).options(max_workers=1)
+    pipeline = zephon.Pipeline(source)
+    if prefetch is not None:
+        pipeline = pipeline.prefetch(prefetch)
+    return pipeline.batch(microbatch_size=batch_size).options(max_workers=1)
 
 
 def numbers_of(batch):
@@ -165,6 +168,14 @@ def test_other_data_are_refused(tmp_path):
     added = write_data(tmp_path / "added", num_shards=5)
     with pytest.raises(ValueError, match=r"Changed: shards"):
         stream_of(tmp_path, folder=added).load_state_dict(state)
+
+
+@pytest.mark.parametrize(("before", "after"), [(None, 8), (8, 64), (64, None)])
+def test_another_prefetch_resumes(tmp_path, folder, expected, before, after):
+    saved, resumed = (stream_of(tmp_path, folder=folder / "data", prefetch=each) for each in (before, after))
+    assert steps_of(build_context({}), saved, SAVED_AT) == expected[:SAVED_AT]
+    resumed.load_state_dict(saved.state_dict())
+    assert steps_of(build_context({}), resumed, NUM_STEPS - SAVED_AT) == expected[SAVED_AT:]
 
 
 def test_operations_are_told_by_their_settings(folder):

@@ -160,6 +160,27 @@ def test_another_process_finds_the_same():
     assert ran.stdout.strip() == dataset_fingerprint(samples)
 
 
+def test_a_dataset_with_a_state_gets_it_back():
+    class Advancing(Samples):
+        def __init__(self, samples: list) -> None:
+            super().__init__(samples)
+            self.state = {"num_loaded": 3}
+
+        def __getitem__(self, index: int):
+            self.state["num_loaded"] += 1
+            return super().__getitem__(index)
+
+        def state_dict(self):
+            return self.state
+
+        def load_state_dict(self, state_dict):
+            self.state = state_dict
+
+    dataset = Advancing([0] * 5)
+    dataset_fingerprint(dataset)
+    assert dataset.state_dict() == {"num_loaded": 3}
+
+
 class OpensInProcess:
     """Notes the process in which a sample is loaded."""
 

@@ -51,7 +51,7 @@ def build_lane(kind: str, built: DataPlan, lane: int):
         case "best fit":
             return BestFitPacker(records, 6, 5)
         case _:
-            return LaneMixture([WrapPacker(records, 6), BestFitPacker(records, 6, 5)], [2, 1], lane)
+            return LaneMixture([WrapPacker(records, 6), BestFitPacker(records, 6, 5)], [2, 1], lane, built.num_lanes)
 
 
 def stream(kind: str, built: DataPlan, dp_size: int = 1, dp_rank: int = 0, **changes) -> ElasticLaneStream:

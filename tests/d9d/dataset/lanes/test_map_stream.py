@@ -420,6 +420,25 @@ def test_a_dataset_with_a_state_keeps_it():
     assert other.version == 7
 
 
+def test_a_dataset_with_a_state_is_loaded_once_where_it_draws():
+    class Advancing(Noise):
+        def __getitem__(self, index: int):
+            self.num_loaded += 1
+            return super().__getitem__(index)
+
+        def state_dict(self):
+            return {"num_loaded": self.num_loaded}
+
+        def load_state_dict(self, state_dict):
+            self.num_loaded = state_dict["num_loaded"]
+
+    dataset, stateless = Advancing(24), Noise(24)
+    (pack,) = itertools.islice(stream(plan(), dataset), 1)
+    (expected,) = itertools.islice(stream(plan(), stateless), 1)
+    assert pack == expected
+    assert dataset.num_loaded == 8
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

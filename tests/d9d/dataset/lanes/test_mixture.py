@@ -4,7 +4,7 @@ import json
 from collections import Counter
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from d9d.dataset.lanes import LaneMixture, MixtureDataset, MixtureSchedule, dataset_fingerprint
@@ -59,6 +59,7 @@ def test_a_period_by_hand():
     ]
 
 
+@settings(deadline=None)
 @given(WEIGHTS)
 def test_a_period_holds_each_source_as_often_as_its_weight(weights):
     schedule = MixtureSchedule(weights)
@@ -149,8 +150,8 @@ def test_indices_outside_are_refused(index):
         mixed()[index]
 
 
-def lane(number: int) -> LaneMixture:
-    return LaneMixture([Counting("a"), Counting("b")], [3, 1], number)
+def lane(number: int, weights: tuple[int, int] = (3, 1), num_lanes: int = 4) -> LaneMixture:
+    return LaneMixture([Counting("a"), Counting("b")], weights, number, num_lanes)
 
 
 def test_lanes_draw_in_the_same_proportion_and_not_at_once():
@@ -158,6 +159,31 @@ def test_lanes_draw_in_the_same_proportion_and_not_at_once():
     assert all(Counter(of_lane) == {"a": 6, "b": 2} for of_lane in draws)
     # Each element number holds the mixture over the lanes.
     assert all(Counter(at_once) == {"a": 3, "b": 1} for at_once in zip(*draws, strict=True))
+
+
+def test_a_rare_source_comes_evenly_over_many_lanes():
+    lanes = [lane(number, (127, 1), 64) for number in range(64)]
+    rare = [sum(next(mixture)[0] == "b" for mixture in lanes) for _ in range(128)]
+    # Every 128th of 64 elements at a time.
+    for num_elements, share in ((30, 15), (60, 30), (120, 60), (128, 64)):
+        assert abs(sum(rare[:num_elements]) - share) < 1
+
+
+@settings(deadline=None)
+@given(st.tuples(st.integers(1, 12), st.integers(1, 12)), st.integers(1, 13))
+def test_a_lane_draws_a_period_in_as_many_elements(weights, num_lanes):
+    """So no lane leaves out the records that it has of some source."""
+    period = sum(weights)
+    draws = [
+        [next(mixture)[0] for _ in range(2 * period)]
+        for mixture in (lane(i, weights, num_lanes) for i in range(num_lanes))
+    ]
+    for of_lane in draws:
+        for start in (0, period):
+            assert Counter(of_lane[start : start + period]) == {"a": weights[0], "b": weights[1]}
+    for count in range(1, 2 * period + 1):
+        num_b = sum(of_lane[:count].count("b") for of_lane in draws)
+        assert abs(num_b * period - count * num_lanes * weights[1]) < period
 
 
 def test_a_mixed_lane_goes_on_from_every_position():
@@ -172,6 +198,21 @@ def test_a_mixed_lane_goes_on_from_every_position():
 
 def test_another_number_of_sources_is_refused():
     with pytest.raises(ValueError, match="1 streams need as many weights, not 2"):
-        LaneMixture([Counting("a")], [1, 2], 0)
+        LaneMixture([Counting("a")], [1, 2], 0, 1)
     with pytest.raises(ValueError, match="2 sources, this one has 1"):
-        LaneMixture([Counting("a")], [1], 0).load_state_dict(lane(0).state_dict())
+        LaneMixture([Counting("a")], [1], 0, 4).load_state_dict(lane(0).state_dict())
+
+
+def test_states_of_other_orders_are_refused():
+    state = lane(0).state_dict()
+    with pytest.raises(ValueError, match="has 4 lanes, this one has 8"):
+        lane(0, num_lanes=8).load_state_dict(state)
+    del state["num_lanes"]
+    with pytest.raises(ValueError, match="an order of its own by each lane"):
+        lane(0).load_state_dict(state)
+
+
+@pytest.mark.parametrize("number", [-1, 4])
+def test_a_lane_that_is_not_there_is_refused(number):
+    with pytest.raises(ValueError, match=rf"lane \({number}\) must be from 0 to 3"):
+        lane(number)

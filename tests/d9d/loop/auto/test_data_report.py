@@ -133,6 +133,12 @@ def test_what_is_said_without_the_number_of_samples(changes, total_steps, lines)
     assert "first samples" not in text
 
 
+def test_nothing_is_said_of_the_short_step_without_the_number_of_samples():
+    # 2**40 samples, which stand for an unknown number, leave 2**40 mod 12 = 4 to the last step.
+    text = describe_data(config(tail="short", global_batch_size=12), None, [1, 3])
+    assert text.endswith("1        6                       12 per step\n3        2                       4 per step")
+
+
 ENDLESS = {"tail": "wrap", "num_epochs": None}
 
 
