@@ -9,6 +9,7 @@ from typing import Any, Generic, Self, TypeVar
 from pydantic import BaseModel
 from torch import nn
 
+from d9d.core.fsdp_internals import fsdp_units, show_shards
 from d9d.core.module_names import nearest
 from d9d.model_state.mapper import ModelStateMapper
 from d9d.model_state.mapper.compose import ModelStateMapperParallel
@@ -73,6 +74,8 @@ def inject_peft_and_freeze(method: PeftMethod[Any], module: nn.Module) -> ModelS
         The mapper from the names that a model state has to those that the module has now, for the tensors whose names have
         changed. Put behind another mapper in a `ModelStateMapperSequential`, it lets all others pass.
     """
+    # Behind a forward pass FSDP may show what it has gathered for it, which is not what the optimizer will see.
+    show_shards(fsdp_units(module))
     for parameter in module.parameters():
         parameter.requires_grad_(False)
     result = method.inject(module)

@@ -55,8 +55,9 @@ class LoRA(PeftMethod[LoRAConfig]):
 
         Raises:
             ValueError: If the pattern matches modules of which none is a linear layer, or a part of a layer with an adapter.
-            NotImplementedError: If other code than the layer's own uses the weight, so that an adapter would not be seen, or
-                FSDP has sharded a layer that tensor parallelism has split.
+            NotImplementedError: If other code than the layer's own uses the weight, so that an adapter would not be seen; if
+                another module has the same weight, which would change with it when the adapter is merged; or FSDP has
+                sharded a layer that tensor parallelism has split.
         """
         found = matching_modules(module, self._config.module_name_pattern)
         layers = [(name, child) for name, child in found if isinstance(child, nn.Linear | GroupedLinear)]
@@ -68,6 +69,7 @@ class LoRA(PeftMethod[LoRAConfig]):
             )
         _refuse_unseen(module, layers)
         show_shards(fsdp_units(module))
+        _refuse_tied(module, layers)
         sharded = _sharded_weights(module)
         _refuse_split_shards(layers, sharded)
         distinct = dict.fromkeys(layer for _, layer in layers)
@@ -142,6 +144,18 @@ def _refuse_unseen(module: nn.Module, layers: Sequence[tuple[str, nn.Module]]) -
             f"{name} can have no adapter: {type(owner).__name__} computes with its weight past the layer. Leave it out of "
             f"the pattern, or train it in full by FullTune."
         )
+
+
+def _refuse_tied(module: nn.Module, layers: Sequence[tuple[str, nn.Module]]) -> None:
+    weights = {own_weight(layer): (name, layer) for name, layer in layers}
+    for owner_name, owner in module.named_modules():
+        for parameter in owner.parameters(recurse=False):
+            name, layer = weights.get(parameter, (owner_name, owner))
+            if owner is not layer:
+                raise NotImplementedError(
+                    f"{name} can have no adapter: its weight is that of {owner_name or type(owner).__name__} too, which "
+                    f"would change with it when the adapter is merged. Untie the two first, or train it in full by FullTune."
+                )
 
 
 def _sharded_weights(module: nn.Module) -> dict[nn.Parameter, bool]:

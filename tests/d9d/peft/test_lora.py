@@ -197,6 +197,22 @@ def test_whatever_cannot_be_adapted_is_refused():
         lora(".*").inject(model)
 
 
+def test_tied_layers_are_refused():
+    """Merged into one weight, an adapter would change the embedding as well, or the adapter of another layer."""
+    model = nn.ModuleDict({"embed": nn.Embedding(3, 4), "head": nn.Linear(4, 3, bias=False), "q": nn.Linear(4, 4)})
+    model["head"].weight = model["embed"].weight
+    with pytest.raises(
+        NotImplementedError, match=r"head can have no adapter: its weight is that of embed too.*FullTune"
+    ):
+        lora("q|head").inject(model)
+    assert type(model["q"]) is nn.Linear
+    lora("q").inject(model)
+    layers = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)})
+    layers["b"].weight = layers["a"].weight
+    with pytest.raises(NotImplementedError, match=r"b can have no adapter: its weight is that of a too"):
+        lora("a|b").inject(layers)
+
+
 def test_pattern_without_a_match_is_told(caplog: pytest.LogCaptureFixture):
     FullTune(FullTuneConfig(module_name_pattern=re.compile("haed"))).inject(net())
     assert "'haed' matches no module" in caplog.text

@@ -26,6 +26,7 @@ from d9d.module.parallelism.explain import predict_layouts, read_layouts
 from d9d.module.parallelism.plan import ParallelPlan, resolve_plan
 from d9d.module.parallelism.plan_apply import parallelize_by_plan
 from d9d.peft import inject_peft_and_freeze, merge_peft
+from d9d.peft.full_tune import FullTune, FullTuneConfig
 from d9d.peft.lora import LoRA, LoRAConfig, LoRALinear, LoRAParameters
 from tests.d9d.module.block.oracles import randomize
 from tests.harness.parity import assert_close_tree, full, named_full_gradients, named_full_parameters
@@ -181,6 +182,22 @@ def compare_with_one_process(model: nn.Module, single: nn.Module, x: torch.Tenso
     assert not any(isinstance(child, LoRALinear) for child in model.modules())
     assert_close_tree(named_full_parameters(model), named_full_parameters(single), **TOLERANCE)
     torch.testing.assert_close(full(model(x)), expected, **TOLERANCE)
+
+
+@pytest.mark.world_size(2)
+def test_what_fsdp_has_gathered_is_frozen():
+    """Behind a forward pass without a backward pass the root stays gathered: its shards are to be frozen."""
+    context = DeviceMeshParameters(data_parallel_shard=2).build()
+    model = ffn_with_values()
+    parallelize_hsdp(model, context.mesh_for(DENSE_DOMAIN)["dp_replicate", "dp_cp_shard"])
+    x = torch.randn(3, 6, dtype=torch.float64, generator=seeded())
+    with torch.no_grad():
+        model(x)
+    inject_peft_and_freeze(FullTune(FullTuneConfig(module_name_pattern=re.compile("down_proj"))), model)
+    model(x).sum().backward()
+    parameters = dict(model.named_parameters())
+    assert {name for name, each in parameters.items() if each.requires_grad} == {"down_proj.weight"}
+    assert {name for name, each in parameters.items() if each.grad is not None} == {"down_proj.weight"}
 
 
 class Pair(nn.Module):
