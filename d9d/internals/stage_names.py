@@ -4,6 +4,8 @@
 A checkpoint holds each tensor under a key. Where stages name their layers as in the whole model (``layers.7.mlp.weight``), the
 key is the name, so that any other cut finds it. A name that several stages have for different tensors is one of their own, as
 ``layers.0`` of stages that count their layers from 0: its key tells the stage, and only the same number of stages finds it.
+So do the keys of all parameters of a stage that has such a parameter, since a name that happens to be in one stage only
+(``layers.2`` of stages with 3 layers and 1) is in another one after another cut, and means another layer there.
 A weight with several names, within a stage or as copies that stages tie, has one key: its first name in its lowest stage. Its
 other names are kept as aliases, since they may be the key in the checkpoint of another cut.
 """
@@ -68,12 +70,15 @@ class SavedNames:
         for weight, names in weights.items():
             for _, name in names:
                 owners.setdefault(name, set()).add(weight)
+        with_own_names = {stage for weight in parameters for stage, name in weights[weight] if len(owners[name]) > 1}
         keys: dict[int, dict[str, str]] = {stage: {} for stage in tensors}
         aliases: dict[str, tuple[str, ...]] = {}
         key_of: dict[tuple[object, ...], str] = {}
         for weight, names in weights.items():
+            is_parameter = weight in parameters
             all_keys = dict.fromkeys(
-                name if len(owners[name]) == 1 else stage_key(stage, name) for stage, name in names
+                stage_key(stage, name) if len(owners[name]) > 1 or (is_parameter and stage in with_own_names) else name
+                for stage, name in names
             )
             key_of[weight], *others = all_keys
             aliases[key_of[weight]] = tuple(others)

@@ -6,6 +6,7 @@ schedules by stage. So a job may host the stages elsewhere or cut the model othe
 their stage (``layers.0`` in each of them), and schedules that differ between stages, since nobody knows what to make of them.
 """
 
+import copy
 import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, cast, final
@@ -170,11 +171,17 @@ class TrainedState:
             if unexpected:
                 raise ValueError(f"{type(module).__name__} does not know its own entries {', '.join(unexpected)}.")
         told = list(plan.told)
-        state = state_dict["optimizer"]["state"]
+        state = dict(state_dict["optimizer"]["state"])
+        taken: set[str] = set()
         for stage, optimizer, keys, others in zip(
             self._names.stages, self._optimizers, self._keys, plan.others, strict=True
         ):
-            differences = load_named_state(optimizer, plan.saved_keys(keys), state, plan.options, others)
+            saved_keys = plan.saved_keys(keys)
+            own = state.keys() & saved_keys.values()
+            # Optimizers update their state in place: those of copies of a tied weight must not share it.
+            state |= {key: _copied(state[key]) for key in own & taken}
+            taken |= own
+            differences = load_named_state(optimizer, saved_keys, state, plan.options, others)
             where = f"stage {stage}: " if self._names.num_stages > 1 else ""
             told += [f"{where}{difference}" for difference in differences]
         self._schedules.load()
@@ -252,7 +259,9 @@ class _LoadPlan:
 
     def _of_another_stage(self, key: str, name: str) -> str | None:
         """Find an entry whose name is one of a stage, here or in the checkpoint."""
-        copies = [copy for stage in range(self._num_saved_stages) if (copy := stage_key(stage, name)) in self._saved]
+        copies = [
+            key for key in (stage_key(stage, name) for stage in range(self._num_saved_stages)) if key in self._saved
+        ]
         if _OF_STAGE.match(key) and name in self._saved:
             copies.append(name)
         if not copies:
@@ -338,6 +347,13 @@ class _LoadPlan:
             return _OF_STAGE.sub("", name) in self._tables if _OF_STAGE.match(name) else name in self._known
         of_state = self._key_of_state.get(key.partition(".#")[0])
         return of_state is not None and of_state in self._known
+
+
+def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: value.clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+        for name, value in state.items()
+    }
 
 
 def _listed(names: Collection[str]) -> str:

@@ -31,8 +31,23 @@ def test_a_name_that_means_different_tensors_tells_the_stage():
     }
     names = SavedNames.of_stages([1], tensors)
     (keys,) = names.keys
-    assert keys == {"layers.0.weight": "stage 1: layers.0.weight", "head": "head", "rope": "stage 1: rope"}
+    assert keys == {"layers.0.weight": "stage 1: layers.0.weight", "head": "stage 1: head", "rope": "stage 1: rope"}
     assert names.others == {"stage 0: rope", "stage 1: rope"}
+
+
+def test_no_parameter_of_a_stage_that_counts_its_layers_is_found_by_its_name_alone():
+    """Else the second layer of the one stage would be that of the other in the mirrored cut."""
+
+    def of_sizes(*sizes: int) -> SavedNames:
+        tensors = {stage: [parameter(f"layers.{i}") for i in range(size)] for stage, size in enumerate(sizes)}
+        return SavedNames.of_stages([0, 1], tensors)
+
+    one, other = of_sizes(3, 1).parameters, of_sizes(1, 3).parameters
+    assert one == {"stage 0: layers.0", "stage 0: layers.1", "stage 0: layers.2", "stage 1: layers.0"}
+    assert other - one == {"stage 1: layers.1", "stage 1: layers.2"}
+    # A stage whose names are all its own keeps them.
+    head = {0: [parameter("layers.0")], 1: [parameter("layers.0")], 2: [parameter("head")]}
+    assert SavedNames.of_stages([2], head).keys == ({"head": "head"},)
 
 
 def test_a_tied_weight_has_one_key():

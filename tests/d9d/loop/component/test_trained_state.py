@@ -142,8 +142,11 @@ def test_names_of_stages_go_on_in_as_many_stages_and_are_refused_in_others(tmp_p
         Job(Stage("a", "b")).load(tmp_path)
     with pytest.raises(ValueError, match=r"host stages 0 \| 1, those of this job 0 \| 1 \| 2"):
         Job(Stage("a", "b"), Stage("a", "b"), Stage("a", "b")).load(tmp_path)
-    with pytest.raises(ValueError, match=r"different stages: layers\.b\.bias, layers\.b\.weight"):
+    with pytest.raises(ValueError, match=r"stage 1: layers\.b\.weight, and the job"):
         Job(Stage("a", "b"), Stage("a")).load(tmp_path)
+    Job(Stage("a", "b"), Stage("a")).save(tmp_path / "mirrored")
+    with pytest.raises(ValueError, match=r"different stages: layers\.b\.bias, layers\.b\.weight"):
+        Job(Stage("a"), Stage("a", "b")).load(tmp_path / "mirrored")
     Job(Stage("a", "b")).save(tmp_path / "whole")
     with pytest.raises(ValueError, match=r"host stages 0, those of this job 0 \| 1, .*layers\.a\.bias"):
         Job(Stage("a", "b"), Stage("a", "b")).load(tmp_path / "whole")
@@ -216,6 +219,28 @@ def test_tied_weights_are_saved_once_and_found_by_any_of_their_names(tmp_path: P
     again.load(tmp_path / "stages")
     check_equal(again.weights(), whole.weights())
     check_equal(again.train().weights(), whole.train().weights())
+
+
+def test_copies_of_a_tied_weight_have_state_of_their_own_after_a_resume(tmp_path: Path):
+    """Both copies may be on one rank, each with an optimizer that steps in place."""
+
+    def step(job: Job, gradient: float) -> list[torch.Tensor]:
+        for module, optimizer in zip(job.modules, job.optimizers, strict=True):
+            for parameter in module.parameters():
+                parameter.grad = torch.full_like(parameter, gradient)
+            optimizer.step()
+        return list(job.weights().values())
+
+    first = Job(Embedding(), Head())
+    first.modules[1].load_state_dict({"head.weight": first.modules[0].get_parameter("embed.weight")})
+    step(first, 1.0)
+    first.save(tmp_path)
+    second = Job(Embedding(), Head())
+    second.load(tmp_path)
+    for gradient in (2.0, -3.0):
+        embed, head = step(second, gradient)
+        assert torch.equal(embed, head)
+        assert torch.equal(embed, step(first, gradient)[0])
 
 
 def test_weights_that_became_one_are_refused_unless_they_are_equal(tmp_path: Path):
