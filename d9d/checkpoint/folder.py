@@ -30,7 +30,7 @@ from typing import Literal, final
 
 from d9d.checkpoint.record import RECORD_NAME, CommitRecord
 from d9d.checkpoint.writer import sync_folder
-from d9d.core.directory_lock import DirectoryLock
+from d9d.core.directory_lock import DirectoryLock, is_of_others
 
 __all__ = [
     "CheckpointFolder",
@@ -177,7 +177,8 @@ class CheckpointFolder:
     def recover(self) -> None:
         """Give checkpoints that are complete their names, where a save was killed before it could.
 
-        Call it before the first look at a folder. Where another job saves meanwhile, it is left to that one.
+        Call it before the first look at a folder. Where another job saves meanwhile, or this one may not write, it is left to
+        others.
 
         Raises:
             OSError: If one cannot be renamed.
@@ -185,11 +186,15 @@ class CheckpointFolder:
         left = self._real_folders(_OTHER_NAMES)
         if not left:
             return  # a folder that may only be read need not be locked
-        try:
-            with self.locked():
-                self._recover(left)
-        except BlockingIOError as error:
-            self.logger.info("left to another job: %s", error)
+        with contextlib.ExitStack() as stack:
+            try:
+                stack.enter_context(self.locked())
+            except OSError as error:
+                if not is_of_others(error):
+                    raise
+                self.logger.info("left to another job: %s", error)
+                return
+            self._recover(left)
 
     def _recover(self, left: Sequence[Path]) -> None:
         for path in left:

@@ -16,10 +16,14 @@ from d9d.checkpoint.folder import CheckpointFolder, SavedCheckpoint
 from d9d.checkpoint.json_values import to_json
 from d9d.checkpoint.load import read_flat, read_metadata, verify_checkpoint
 from d9d.checkpoint.record import RECORD_NAME
+from d9d.checkpoint.single import CheckpointPath
 
 __all__ = ["Difference", "describe_checkpoint", "differences", "is_checkpoint", "list_checkpoints", "verify_folder"]
 
 _MAX_VALUE_CHARS = 80
+_OF_UNFINISHED = {".partial", ".replaced", ".removed"}
+"""What names of checkpoints end with while they come or go."""
+
 _QUIET = logging.getLogger(__name__)
 
 
@@ -30,11 +34,23 @@ def is_checkpoint(path: Path) -> bool:
 
 def list_checkpoints(folder: Path) -> list[str]:
     """Return a line for each checkpoint of a folder, oldest first, and one for each thing that is none."""
-    saved = CheckpointFolder(folder, _QUIET).complete()
+    saved = _complete(folder)
     lines = [_line(checkpoint) for checkpoint in saved]
     paths = {checkpoint.path for checkpoint in saved}
     others = [path.name for path in sorted(folder.iterdir()) if path.is_dir() and path not in paths]
     return lines + [f"{name:16} no complete checkpoint" for name in others if name.startswith("save-")]
+
+
+def _complete(folder: Path) -> list[SavedCheckpoint]:
+    """Return the checkpoints of a run and those of names that callbacks chose, oldest step first. Links are passed over."""
+    of_run = CheckpointFolder(folder, _QUIET).complete()
+    known = {saved.path for saved in of_run}
+    others = [
+        CheckpointPath(path, _QUIET).complete()
+        for path in sorted(folder.iterdir() if folder.is_dir() else ())
+        if path not in known and not path.is_symlink() and path.suffix not in _OF_UNFINISHED and is_checkpoint(path)
+    ]
+    return sorted([*of_run, *others], key=lambda saved: saved.step)
 
 
 def _line(saved: SavedCheckpoint) -> str:
@@ -49,10 +65,13 @@ def _line(saved: SavedCheckpoint) -> str:
 
 def verify_folder(path: Path) -> Iterator[tuple[Path, list[str]]]:
     """Read the files of a checkpoint, or of all in a folder, and yield what is wrong with each, oldest first."""
-    folder = path.parent if is_checkpoint(path) else path
-    for saved in CheckpointFolder(folder, _QUIET).complete():
-        if folder is path or saved.path.name == path.name:
-            yield folder / saved.path.name, verify_checkpoint(saved)
+    if not is_checkpoint(path):
+        found = _complete(path)
+    else:  # of the names that a run gives, the step is held against the record too
+        of_run = CheckpointFolder(path.parent, _QUIET).complete()
+        found = [saved for saved in of_run if saved.path.name == path.name] or [CheckpointPath(path, _QUIET).complete()]
+    for saved in found:
+        yield saved.path, verify_checkpoint(saved)
 
 
 def describe_checkpoint(path: Path, pattern: str = "*") -> list[str]:

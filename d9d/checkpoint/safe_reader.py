@@ -100,9 +100,12 @@ class SafeReader(filesystem.FileSystemReader):
         path = self._folder / MANIFEST_NAME
         try:
             content = json.loads(path.read_bytes())
+            for file in {file for _, _, file, *_ in content["places"]}:  # each once: a file holds many tensors
+                if not is_plain_name(file) or (self._folder / file).is_symlink():
+                    raise ValueError(f"it names a file outside of the checkpoint, {file!r}")
             return Metadata(
                 state_dict_metadata={name: _entry(entry) for name, entry in content["entries"].items()},
-                storage_data=dict(_place(self._folder, *place) for place in content["places"]),
+                storage_data=dict(_place(*place) for place in content["places"]),
             )
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
             raise ValueError(f"{path} does not tell what a checkpoint holds: {error}") from error
@@ -163,10 +166,8 @@ def _entry(entry: dict[str, Any] | None) -> STORAGE_TYPES:
 
 
 def _place(
-    folder: Path, name: str, offset: list[int] | None, file: str, begin: int, length: int, start: int | None
+    name: str, offset: list[int] | None, file: str, begin: int, length: int, start: int | None
 ) -> tuple[MetadataIndex, _Place]:
-    if not is_plain_name(file) or (folder / file).is_symlink():
-        raise ValueError(f"it names a file outside of the checkpoint, {file!r}")
     index = MetadataIndex(str(name), None if offset is None else torch.Size(offset))
     if start is not None and not 0 <= begin <= start <= begin + length:
         raise ValueError(f"the elements of {name} begin outside of its part of {file}")

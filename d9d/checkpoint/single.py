@@ -4,23 +4,28 @@
 A checkpoint is written below ``.unfinished/`` beside its path, where no pattern of names finds it. Its commit record comes
 last, then it gets its name. What had the name before stands beside it as ``<stem>.replaced<suffix>`` for the moment between
 two renames, so that a job which is killed there still has a complete checkpoint, under a name that those who look for
-``last*.ckpt`` find too. One that goes loses its name first.
+``last*.ckpt`` find too. One that goes loses its name first: it is removed below ``.unfinished/``.
 
-One process does all this, rank 0, and tells the others.
+One process does all this, rank 0, and tells the others. Another job that only reads may find a complete checkpoint without its
+name and give it that. Who gives names holds a lock meanwhile, since two that rename the same folders would lose one of them.
 """
 
 import contextlib
 import logging
 import shutil
 import time
+from collections.abc import Generator
 from pathlib import Path
 from typing import final
 
 from d9d.checkpoint.folder import Probe, SavedCheckpoint, has_record, ignore_points, write_record
 from d9d.checkpoint.record import RECORD_NAME, CommitRecord
 from d9d.checkpoint.writer import sync_folder
+from d9d.core.directory_lock import DirectoryLock, is_of_others
 
 __all__ = ["CheckpointPath"]
+
+_LOCK_WAIT_S = 15.0
 
 _STALE_S = 24 * 3600.0
 """Age of what other saves have left unfinished before it is removed: they may still be running until then."""
@@ -45,6 +50,7 @@ class CheckpointPath:
         self._partial = self._unfinished / f"{path.name}.partial"
         self._removed = self._unfinished / f"{path.name}.removed"
         self._replaced = path.with_name(f"{path.stem}.replaced{path.suffix}")
+        self._lock = path.with_name(f".{path.name}.lock")  # not in a folder that another save may remove
 
     def partial_path(self, step: int) -> Path:  # where it is does not depend on the step
         """Return the folder that the checkpoint is written to."""
@@ -60,7 +66,7 @@ class CheckpointPath:
         Raises:
             OSError: If that fails, or something that is no checkpoint has the path.
         """
-        self.recover()
+        self._recover()
         self._refuse_other_folder()
         if not self._unfinished.is_dir():
             self._unfinished.mkdir(parents=True, exist_ok=True)
@@ -103,9 +109,36 @@ class CheckpointPath:
         sync_folder(self._partial)
         write_record(self._partial, record)
         self._probe("after_record")
-        self._give_name()
+        with self._naming():
+            if self._partial.exists():
+                self._give_name()
+            elif not self._has_name(record):  # a reader may have given it
+                raise FileNotFoundError(
+                    f"{self._partial} is gone before it was renamed to {self._path}. Does another job save to that path?"
+                )
+        self._remove_replaced()
         self._probe("after_commit")
         return self._path
+
+    def _has_name(self, record: CommitRecord) -> bool:
+        try:
+            return CommitRecord.read(self._path).to_bytes() == record.to_bytes()
+        except (OSError, ValueError):
+            return False
+
+    @contextlib.contextmanager
+    def _naming(self) -> Generator[None]:
+        """Let this process alone rename while the block runs. Nothing that takes long belongs there."""
+        lock = DirectoryLock(
+            self._lock,
+            f"another job that gives {self._path} its name",
+            "Try again when it has ended.",
+            wait_s=_LOCK_WAIT_S,
+        )
+        try:
+            yield
+        finally:
+            lock.release()
 
     def _give_name(self) -> None:
         """Give a checkpoint with a record its path. Whatever is killed here, `recover` does the rest."""
@@ -113,27 +146,55 @@ class CheckpointPath:
         if self._path.is_symlink():
             self._path.unlink()
         elif self._path.exists():
-            _remove_real(self._replaced)
+            self._hide_replaced()
             self._path.rename(self._replaced)
         self._probe("between_names")
         self._partial.rename(self._path)
         sync_folder(self._path.parent)
-        _remove_real(self._replaced)
+        self._hide_replaced()
+
+    def _hide_replaced(self) -> None:
+        """Take the name from what was replaced, before a part of it is removed. What fails is left to the next save."""
+        _remove_real(self._removed)
+        with contextlib.suppress(OSError):
+            self._replaced.rename(self._removed)
+
+    def _remove_replaced(self) -> None:
+        self._probe("before_removal")
+        _remove_real(self._removed)
         with contextlib.suppress(OSError):
             self._unfinished.rmdir()  # unless others save beside it
 
     def recover(self) -> None:
         """Let the path have a complete checkpoint, where a save was killed before it could give it.
 
-        Call it before the first look at the path, where no save to it is in progress.
+        Call it before the first look at the path. Where the folder may not be written to, what is there stays as it is.
 
         Raises:
             OSError: If one cannot be renamed.
         """
-        if has_record(self._partial) and not self._partial.is_symlink():
-            self._give_name()
-        elif not self._path.exists() and not self._path.is_symlink() and has_record(self._replaced):
-            self._replaced.rename(self._path)
+        try:
+            self._recover()
+        except OSError as error:
+            if not is_of_others(error):
+                raise
+            self.logger.info("left to another job: %s", error)
+
+    def _recover(self) -> None:
+        if not (self._is_complete_without_name() or self._is_replaced_by_nothing()):
+            return  # a folder that may only be read need not be locked
+        with self._naming():
+            if self._is_complete_without_name():
+                self._give_name()
+            elif self._is_replaced_by_nothing():
+                self._replaced.rename(self._path)
+        self._remove_replaced()
+
+    def _is_complete_without_name(self) -> bool:
+        return has_record(self._partial) and not self._partial.is_symlink()
+
+    def _is_replaced_by_nothing(self) -> bool:
+        return not self._path.exists() and not self._path.is_symlink() and has_record(self._replaced)
 
     def complete(self) -> SavedCheckpoint:
         """Return the checkpoint. Its record and files may have been damaged since.

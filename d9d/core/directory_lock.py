@@ -3,7 +3,8 @@
 [Note: owners that were killed]
 The lock is the operating system's, on a file in the directory. It is free as soon as the process that took it has ended, in
 whatever way, with the children that it has forked: what a killed process leaves keeps no other one out. A file system that has
-no locks is used without.
+no locks is used without. The group may write to the file where it may write to the directory, so that what a killed process
+leaves keeps no member of it out.
 """
 
 import contextlib
@@ -11,14 +12,17 @@ import errno
 import fcntl
 import os
 import socket
+import stat
 import time
 from pathlib import Path
 from typing import TextIO, final
 
-__all__ = ["DirectoryLock"]
+__all__ = ["DirectoryLock", "is_of_others"]
 
 _MAX_OWNER_CHARS = 200
 _WITHOUT_LOCKS = {errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOLCK}
+_NOT_WRITABLE = {errno.EACCES, errno.EPERM, errno.EROFS}
+_GROUP_MAY_WRITE = stat.S_IRGRP | stat.S_IWGRP
 _POLL_S = 0.1
 
 
@@ -54,6 +58,19 @@ class DirectoryLock:
             self._file.close()
 
 
+def is_of_others(error: OSError) -> bool:
+    """Tell whether an error means that a directory is another one's to write to: it has the lock, or this one may not."""
+    return isinstance(error, BlockingIOError) or error.errno in _NOT_WRITABLE
+
+
+def _share(file: TextIO, directory: Path) -> None:
+    """Let the group write to the file if it may write to the directory, whatever the umask."""
+    mode = os.fstat(file.fileno()).st_mode
+    if directory.stat().st_mode & stat.S_IWGRP and mode & _GROUP_MAY_WRITE != _GROUP_MAY_WRITE:
+        with contextlib.suppress(PermissionError):  # another one's file
+            os.fchmod(file.fileno(), stat.S_IMODE(mode) | _GROUP_MAY_WRITE)
+
+
 def _locked(path: Path) -> TextIO | None:
     """Return the file with its lock, or None where something else has it."""
     while True:
@@ -61,6 +78,7 @@ def _locked(path: Path) -> TextIO | None:
         try:
             is_ours = _lock_open_file(file)
             if is_ours and _is_at(file, path):
+                _share(file, path.parent)
                 file.truncate(0)
                 file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
                 file.flush()

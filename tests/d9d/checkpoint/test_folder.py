@@ -2,6 +2,7 @@
 
 import logging
 import os
+import shutil
 import stat
 from collections.abc import Callable
 from pathlib import Path
@@ -241,3 +242,22 @@ def test_what_cannot_be_removed_stops_no_job(
     assert "could not remove the old checkpoint" in caplog.text
     assert caplog.text.count("save-5 is left alone") == 1
     assert steps(folder) == [1, 2]
+
+
+def test_a_folder_that_may_only_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    save(CheckpointFolder(tmp_path, LOGGER), 1)
+    (tmp_path / "save-1").chmod(0o755)
+    shutil.copytree(tmp_path / "save-1", tmp_path / "save-2.partial")
+    monkeypatch.chdir(tmp_path)  # above it are folders that only their owner may enter
+    tmp_path.chmod(0o555)
+    user = os.geteuid()
+    if user == 0:  # who may write everywhere
+        os.seteuid(65534)
+    try:
+        folder = CheckpointFolder(Path(), LOGGER)
+        folder.recover()
+        assert [saved.step for saved in folder.complete()] == [1]
+    finally:
+        os.seteuid(user)
+        tmp_path.chmod(0o755)
+    assert (tmp_path / "save-2.partial").exists()

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from d9d.checkpoint import CheckpointFolder, CheckpointSaver
+from d9d.checkpoint import CheckpointFolder, CheckpointPath, CheckpointSaver
 from d9d.checkpoint.inspection import describe_checkpoint, differences, list_checkpoints, verify_folder
 from d9d.core.participants import Participants
 
@@ -36,6 +36,26 @@ def test_verification(tmp_path: Path):
     assert found[intact] == []
     assert "has 0 bytes" in found[damaged][0]
     assert list(verify_folder(damaged)) == [(damaged, found[damaged])]
+
+
+def test_checkpoints_of_other_names(tmp_path: Path):
+    """As callbacks of Lightning choose them, also for links to the newest."""
+    paths = [tmp_path / name for name in ("epoch=1-step=20.ckpt", "epoch=0-step=3.ckpt")]
+    for path, step in zip(paths, (20, 3), strict=True):
+        saver = CheckpointSaver(CheckpointPath(path, logging.getLogger("test")), Participants())
+        saver.save({"weight": torch.zeros(2)}, step)
+    link = tmp_path / "last.ckpt"
+    link.symlink_to(paths[0])
+    (tmp_path / "data").mkdir()
+    assert [line.split(" step ")[0].strip() for line in list_checkpoints(tmp_path)] == [paths[1].name, paths[0].name]
+    (paths[1] / "__0_0.distcp").write_bytes(b"")
+    found = dict(verify_folder(tmp_path))
+    assert list(found) == paths[::-1]
+    assert found[paths[0]] == []
+    assert "has 0 bytes" in found[paths[1]][0]
+    assert list(verify_folder(paths[1])) == [(paths[1], found[paths[1]])]
+    assert list(verify_folder(link)) == [(link, [])]
+    assert describe_checkpoint(link) == ["weight  float32 [2]  8 B"]
 
 
 def test_content(tmp_path: Path):

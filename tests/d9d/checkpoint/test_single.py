@@ -3,6 +3,7 @@
 import logging
 import os
 import shutil
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -144,3 +145,38 @@ def test_a_path_without_a_checkpoint(tmp_path: Path):
     save(tmp_path / "a", 1)
     (tmp_path / "a" / RECORD_NAME).write_text("nothing")
     assert "damaged" in CheckpointPath(tmp_path / "a", LOGGER).complete().damage
+
+
+def test_what_is_replaced_loses_its_name_before_its_files(tmp_path: Path):
+    path = tmp_path / "last.ckpt"
+    save(path, 1)
+    with pytest.raises(KilledError):
+        save(path, 2, killed_at("before_removal"))
+    assert [found.name for found in tmp_path.glob("last*")] == ["last.ckpt"]
+    assert (tmp_path / ".unfinished" / "last.ckpt.removed" / RECORD_NAME).exists()
+    save(path, 3)
+    assert [found.name for found in tmp_path.iterdir()] == ["last.ckpt"]
+
+
+@pytest.mark.parametrize("point", ["before_commit", "after_record", "between_names", "before_removal"])
+def test_a_reader_that_looks_while_a_save_gives_the_name(tmp_path: Path, point: str):
+    path = tmp_path / "last.ckpt"
+    save(path, 1)
+    seen: list[int] = []
+
+    def read() -> None:
+        CheckpointPath(path, LOGGER).recover()
+        seen.append(step_at(path))
+
+    reader = threading.Thread(target=read)
+
+    def probe(reached: str) -> None:
+        if reached == point:
+            reader.start()
+            reader.join(0.3)  # between the names it waits until the save has given them
+
+    save(path, 2, probe)
+    reader.join()
+    assert seen == [1 if point == "before_commit" else 2]
+    assert step_at(path) == 2
+    assert [found.name for found in tmp_path.iterdir()] == ["last.ckpt"]

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import stat
 import subprocess
 import sys
 import threading
@@ -73,3 +74,16 @@ def test_one_that_ends_is_waited_for(tmp_path: Path):
     timer.start()
     lock(tmp_path, wait_s=30).release()
     timer.join()
+
+
+@pytest.mark.parametrize(("of_directory", "of_file"), [(0o770, 0o660), (0o750, 0o600)])
+def test_the_group_may_lock_what_it_may_write_to(tmp_path: Path, of_directory: int, of_file: int):
+    """A killed process leaves the file, and another member of the group has to open it."""
+    tmp_path.chmod(of_directory)
+    umask = os.umask(0o077)
+    try:
+        taken = lock(tmp_path)
+    finally:
+        os.umask(umask)
+    assert stat.S_IMODE((tmp_path / LOCK_NAME).stat().st_mode) == of_file
+    taken.release()
