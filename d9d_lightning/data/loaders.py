@@ -4,9 +4,11 @@
 
 from lightning.fabric.utilities.data import _auto_add_worker_init_fn, sized_len
 from lightning.pytorch import Trainer
+from torch.utils.data import DataLoader
 
 from d9d.core.dist_context import DistributedContext
 from d9d.core.dist_ops import all_gather_object
+from d9d.dataset.lanes.loader_processes import OwnProcessGroup
 from d9d_lightning.data.elastic_loader import ElasticLoader
 from d9d_lightning.data.evaluation_loaders import count_samples_once
 from d9d_lightning.data.loader_states import RankStateLoader, StatefulLoader
@@ -19,7 +21,7 @@ def prepare_loader(
 ) -> object:
     """Return the loader that Lightning shall read. All ranks must call it.
 
-    Workers draw the random numbers of their data-parallel rank, evaluations count each sample once, and positions are
+    Workers draw the random numbers of their data-parallel rank and outlive signals to its process group, evaluations count each sample once, and positions are
     those of this rank. Loaders that make others wait are refused. Lightning refuses a loader without batches on the rank
     that has it, unless the module allows them. Then it skips the loop there, which the others may not do without: they sum
     gradients and metrics and gather shards together.
@@ -43,12 +45,21 @@ def prepare_loader(
         return loader
     if stage is not None and stage.evaluating and trainer._accelerator_connector.use_distributed_sampler:
         loader = count_samples_once(loader, stage)
-    _auto_add_worker_init_fn(loader, rank)
+    _set_up_workers(loader, rank)
     _refuse_missing_batches(loader, trainer, context)
     if trainer.training and isinstance(loader, StatefulLoader):
         own = loader.loader if isinstance(loader, RankStateLoader) else loader
         return RankStateLoader(own, trainer, num_ranks, rank)
     return loader
+
+
+def _set_up_workers(loader: object, rank: int) -> None:
+    if isinstance(loader, DataLoader) and isinstance(loader.worker_init_fn, OwnProcessGroup):
+        # From an earlier run. Lightning seeds only where the user has given no function.
+        loader.worker_init_fn = loader.worker_init_fn.then
+    _auto_add_worker_init_fn(loader, rank)
+    if isinstance(loader, DataLoader) and loader.num_workers > 0:
+        loader.worker_init_fn = OwnProcessGroup(loader.worker_init_fn)
 
 
 def _refuse_missing_batches(loader: object, trainer: Trainer, context: DistributedContext | None) -> None:

@@ -1,10 +1,14 @@
-"""Ranks without a batch where others have some end with an error on all of them, or are left out where nobody waits."""
+"""Ranks without a batch where others have some end with an error on all of them, or are left out where nobody waits; loader processes."""
+
+import os
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.data import DataLoader, Dataset
 
-from tests.d9d_lightning.support import Regression, build_trainer, make_samples, rank_loader, seeded
+from d9d_lightning import D9DStrategy
+from tests.d9d_lightning.support import Regression, build_trainer, make_samples, plain_trainer, rank_loader, seeded
 
 
 class Evaluates(Regression):
@@ -56,3 +60,39 @@ def test_replicas_predict_without_each_other():
         torch.testing.assert_close(predictions, [seeded(AllowsEmpty)(make_samples(4)[0]).detach()])
     else:
         assert not predictions
+
+
+class Groups(Dataset):
+    """Tells of each sample whether its process leads a process group, and what `note_worker` has noted there."""
+
+    noted = -1
+
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        return torch.tensor([os.getpgid(0) == os.getpid(), Groups.noted])
+
+
+def note_worker(worker_id):
+    Groups.noted = worker_id
+
+
+class Keeps(Regression):
+    def __init__(self):
+        super().__init__()
+        self.kept = []
+
+    def training_step(self, batch, batch_idx):
+        self.kept += batch.tolist()
+        return sum(weight.sum() for weight in self.parameters())
+
+
+@pytest.mark.parametrize(("init", "noted"), [(None, -1), (note_worker, 0)], ids=["ours-only", "with-users"])
+def test_loader_processes_have_a_process_group_of_their_own(init, noted):
+    loader = DataLoader(Groups(), num_workers=1, worker_init_fn=init)
+    for _ in range(2):
+        module = Keeps()
+        plain_trainer(strategy=D9DStrategy()).fit(module, loader)
+        assert module.kept == [[True, noted]] * 2
+    assert loader.worker_init_fn.then is init

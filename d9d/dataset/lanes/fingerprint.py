@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.utils.data import DataLoader, Dataset
 
 from d9d.dataset.lanes.generators import KeptGenerators
+from d9d.dataset.lanes.loader_processes import OwnProcessGroup
 from d9d.dataset.lanes.sample_loading import MapDataset, load_sample
 
 __all__ = ["FingerprintedDataset", "dataset_fingerprint"]
@@ -47,7 +48,8 @@ def dataset_fingerprint(dataset: MapDataset, *, in_process_of_its_own: bool = Fa
             in these files.
     """
     if in_process_of_its_own:
-        (fingerprint,) = DataLoader(_FingerprintItem(dataset), batch_size=None, num_workers=1)
+        item = _FingerprintItem(dataset)
+        (fingerprint,) = DataLoader(item, batch_size=None, num_workers=1, worker_init_fn=OwnProcessGroup())
         return fingerprint
     if isinstance(dataset, FingerprintedDataset):
         return dataset.fingerprint()  # one of several sources loads samples, too

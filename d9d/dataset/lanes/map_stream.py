@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Sampler
 from d9d.core.protocol import MicrobatchPackStream
 from d9d.core.types import CollateFn, MicrobatchPack
 from d9d.dataset.lanes.generators import KeptGenerators, may_seed_generators
+from d9d.dataset.lanes.loader_processes import OwnProcessGroup
 from d9d.dataset.lanes.microbatch_loading import (
     AttachWeights,
     MicrobatchLoader,
@@ -276,6 +277,7 @@ def _build_loader(
         pin_memory=options.pin_memory,
         prefetch_factor=options.prefetch_factor,
         timeout=options.timeout_s,
+        worker_init_fn=OwnProcessGroup(),
         multiprocessing_context=options.start_method,
         generator=seeds,
     )
