@@ -87,10 +87,12 @@ class LRSchedulerProtocol(Protocol):
 
 @runtime_checkable
 class MixesTokens(Protocol):
-    """A module in which the tokens of a sequence see each other, so that it has to know of ranks that hold parts of one."""
+    """A module whose result for a token depends on others of the sequence: it has to know of ranks that hold parts of one."""
 
-    context_parallel_degree: int
-    """Over how many ranks the sequences that it sees are cut."""
+    @property
+    def context_parallel_degree(self) -> int | None:
+        """Over how many ranks the sequences that it sees are cut; None if it needs no others, as a router without losses."""
+        ...
 
 
 @runtime_checkable

@@ -135,16 +135,16 @@ class ModelStageFactory:
             )
 
     def _refuse_attention_to_parts(self, model: nn.Module) -> None:
-        """Refuse attention that takes the tokens of this rank for whole sequences: it would be wrong in silence."""
+        """Refuse attention, and losses of routers, that take the tokens of this rank for whole sequences: wrong in silence."""
         degree = self._dist_context.mesh_params.context_parallel
         names = [
             name
             for name, module in model.named_modules()
-            if isinstance(module, MixesTokens) and module.context_parallel_degree != degree
+            if isinstance(module, MixesTokens) and module.context_parallel_degree not in (None, degree)
         ]
         if names:
             raise ValueError(
                 f"sequences are cut over {degree} context-parallel ranks, but parallelize_model_stage() left {len(names)} "
-                f"modules whose tokens would see those of their own rank alone: {', '.join(names)}. Call "
-                f"parallelize_context on the model, which says what can not be split, or set the degrees to 1."
+                f"modules that would see, or count for router losses, the tokens of their own rank alone: {', '.join(names)}. "
+                f"Call parallelize_context on the model, which says what can not be split, or set the degrees to 1."
             )

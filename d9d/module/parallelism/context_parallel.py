@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from d9d.core.protocol import MixesTokens
 from d9d.module.block.attention.linear import GatedDeltaNet
 from d9d.module.block.attention.sdpa.eager import EagerSdpaBackend
 from d9d.module.block.attention.sdpa.parameters import AttentionSinks, combine_masks, num_groups
@@ -55,7 +56,8 @@ def parallelize_context(
         order: Which tokens a rank has.
 
     Raises:
-        NotImplementedError: If the module holds linear attention, whose state passes from token to token.
+        NotImplementedError: If the module holds linear attention, whose state passes from token to token, or attention of
+            another kind than torch or eager. Nothing is changed then.
         ValueError: If the mesh has more than one dimension, or the module holds no attention, or it is split already.
     """
     sharding = SequenceSharding.over(mesh, order)
@@ -63,6 +65,7 @@ def parallelize_context(
     if sharding.num_ranks == 1:
         return
     _refuse_linear_attention(module)
+    _refuse_other_kernels(module)
     backends: list[tuple[nn.Module, str, EagerSdpaBackend | TorchSdpaBackend]] = []
     for owner in module.modules():
         for name, child in owner.named_children():
@@ -170,3 +173,19 @@ def _refuse_linear_attention(module: nn.Module) -> None:
                 f"{name or type(child).__name__} is a gated delta net: its state passes from token to token, so a rank would "
                 "have to wait for all that have earlier tokens. Set the degrees of context parallelism to 1."
             )
+
+
+def _refuse_other_kernels(module: nn.Module) -> None:
+    """Refuse what would go on to take the tokens of a rank for whole sequences, such as kernels for whole sequences."""
+    names = [
+        f"{name or 'the module'} ({type(child).__name__})"
+        for name, child in module.named_modules()
+        if isinstance(child, MixesTokens)
+        and child.context_parallel_degree == 1
+        and not isinstance(child, EagerSdpaBackend | TorchSdpaBackend | TokenMean | MoELayer)
+    ]
+    if names:
+        raise NotImplementedError(
+            f"{', '.join(names)} can not see tokens of other ranks. Build the layers with the attention kind torch or eager "
+            "(sdpa_backend), or set the degrees of context parallelism to 1."
+        )

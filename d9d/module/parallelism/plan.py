@@ -280,7 +280,9 @@ def _context_problems(contexts: Mapping[str, Choice], module: nn.Module, params:
     forgotten = {
         name: ""
         for name, child in module.named_modules()
-        if isinstance(child, MixesTokens) and not _is_within(name, contexts)
+        if isinstance(child, MixesTokens)
+        and child.context_parallel_degree is not None
+        and not _is_within(name, contexts)
     }
     problems: list[str] = []
     if nested:
@@ -289,8 +291,8 @@ def _context_problems(contexts: Mapping[str, Choice], module: nn.Module, params:
     if forgotten:
         names = ", ".join(group.name for group in collapse_numbers(forgotten))
         problems.append(
-            f"sequences are cut over {params.context_parallel} context-parallel ranks, but the tokens of {names} would see those "
-            f"of their own rank alone: name blocks around them with 'context', such as {{'layers.*': 'context'}}"
+            f"sequences are cut over {params.context_parallel} context-parallel ranks, but {names} would see, or count for router "
+            f"losses, the tokens of their own rank alone: name blocks around them with 'context', such as {{'layers.*': 'context'}}"
         )
     return problems
 

@@ -74,6 +74,11 @@ class MoELayer(nn.Module, ModuleLateInit):
         """E, those of other ranks too."""
         return self.tokens_per_expert.shape[0]
 
+    @property
+    def context_parallel_degree(self) -> int | None:
+        """Over how many ranks the sequences are cut whose loads its losses balance; None without losses. See `MixesTokens`."""
+        return self._router_losses.context_parallel_degree
+
     def use_communicator(self, communicator: ExpertCommunicationHandler) -> None:
         """Bring tokens to experts in another way, e.g. to those of other ranks.
 

@@ -110,6 +110,17 @@ class RouterLosses:
         self._group = group
         self._context_group = context_group
 
+    @property
+    def context_parallel_degree(self) -> int | None:
+        """Over how many ranks loads of a sequence are counted; None where there is nothing to count for. See `MixesTokens`."""
+        if self._context_group is not None:
+            return self._context_group.size()
+        return 1 if self._has_losses else None
+
+    @property
+    def _has_losses(self) -> bool:
+        return bool(self._params.load_balancing or self._params.z_loss)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> "RouterLosses":
         """Return itself, for copies of the layer: nothing in it changes, and groups can not be copied."""
         return self
@@ -128,7 +139,7 @@ class RouterLosses:
         Shapes:
             ``(..., T, H)``; routing of as many tokens; mask ``(..., T)``.
         """
-        if not (self._params.load_balancing or self._params.z_loss):
+        if not self._has_losses:
             return output
         if not torch.is_grad_enabled():
             expect_side_loss()

@@ -1,5 +1,7 @@
 """Building of model stages: on meta, distributed, with memory for local shards, and with first values."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -16,6 +18,7 @@ from d9d.loop.control import (
     ModelProvider,
     ParallelizeModelStageContext,
 )
+from d9d.module.block.moe import MoELayer, RouterLossParameters
 from d9d.module.parallelism.api import parallelize_hsdp
 from tests.harness.parity import assert_close_tree, named_full_parameters
 
@@ -52,11 +55,11 @@ class Provider(ModelProvider[Model]):
             parallelize_hsdp(context.model.get_submodule(name), mesh)
 
 
-def factory_of(context: DistributedContext, provider: Provider, **config: object) -> ModelStageFactory:
+def factory_of(context: DistributedContext, provider: ModelProvider[Any], **config: object) -> ModelStageFactory:
     return ModelStageFactory(provider, context, ModelStageFactoryConfig(**config), PipeliningConfig(), SEED)
 
 
-def build(context: DistributedContext, provider: Provider, **config: object) -> TrackedModules:
+def build(context: DistributedContext, provider: ModelProvider[Any], **config: object) -> TrackedModules:
     schedule, modules = factory_of(context, provider, **config).build_pipeline_and_modules()
     assert schedule.has_first_stage
     assert schedule.has_last_stage
@@ -111,6 +114,37 @@ def test_ranks_with_the_same_data_may_hold_plain_parameters():
     context = DeviceMeshParameters(tensor_parallel=2).build()
     [module] = build(context, Provider(parts=())).modules
     assert not any(isinstance(parameter, DTensor) for parameter in module.parameters())
+
+
+class Routed(nn.Module):
+    def __init__(self, losses: RouterLossParameters) -> None:
+        super().__init__()
+        self.moe = MoELayer(4, 3, 2, 1, True)
+        self.moe.use_router_losses(losses)
+
+    def reset_parameters(self) -> None:
+        self.moe.reset_parameters()
+
+
+class RoutedProvider(ModelProvider[Routed]):
+    """Distributes parameters, and tells routers nothing of the ranks with other parts of sequences."""
+
+    def __init__(self, losses: RouterLossParameters) -> None:
+        self.losses = losses
+
+    def initialize_model_stage(self, context: InitializeModelStageContext) -> InitializeModelStageResult[Routed]:
+        return InitializeModelStageResult(model=Routed(self.losses), state_mapper=None)
+
+    def parallelize_model_stage(self, context: ParallelizeModelStageContext[Routed]) -> None:
+        parallelize_hsdp(context.model, context.dist_context.mesh_for(DENSE_DOMAIN)["dp_replicate", "dp_cp_shard"])
+
+
+@pytest.mark.world_size(2)
+def test_router_losses_of_parts_of_sequences_are_refused():
+    context = DeviceMeshParameters(context_parallel_shard=2).build()
+    with pytest.raises(ValueError, match=r"left 1 modules that would .*count for router losses, .*alone: moe\."):
+        build(context, RoutedProvider(RouterLossParameters(load_balancing=0.1)))
+    build(context, RoutedProvider(RouterLossParameters()))  # without losses, nothing depends on other tokens
 
 
 def test_values_must_come_from_somewhere():

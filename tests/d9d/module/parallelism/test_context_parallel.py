@@ -24,6 +24,7 @@ from d9d.module.block.attention.sdpa import (
     TorchSdpaBackendType,
 )
 from d9d.module.block.head import ClassificationHead, EmbeddingHead, SequencePoolingHeadShared
+from d9d.module.block.moe import MoELayer
 from d9d.module.block.positional import RotaryEmbeddingProvider, RotaryEmbeddingStyle
 from d9d.module.model import ClassificationHeadConfig, DecoderForClassification
 from d9d.module.parallelism.api import (
@@ -410,6 +411,23 @@ def test_what_pools_is_found_where_layers_are_split_one_by_one():
 
 def field_values(output: Any) -> list[torch.Tensor]:
     return [getattr(output, field.name) for field in dataclasses.fields(output)]
+
+
+@pytest.mark.world_size(2)
+def test_attention_of_other_kinds_is_refused_beside_what_counts_tokens():
+    """Such as kernels for whole sequences, that nothing would tell of other ranks; and nothing is changed before."""
+
+    class OtherKernel(nn.Module):
+        context_parallel_degree: int = 1
+
+    first, second = attention("plain"), attention("plain")
+    backend = first.sdpa
+    second.sdpa = OtherKernel()
+    model = nn.ModuleDict({"first": first, "second": second, "moe": MoELayer(HIDDEN, 3, 2, 1, True)})
+    with pytest.raises(NotImplementedError, match=r"second\.sdpa \(OtherKernel\) can not see .* torch or eager"):
+        parallelize_context(model, cp_mesh(2))
+    assert first.sdpa is backend
+    assert model["moe"].context_parallel_degree is None
 
 
 @pytest.mark.world_size(2)

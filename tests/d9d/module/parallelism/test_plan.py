@@ -14,6 +14,7 @@ from d9d.loop.component import GradientManager, TrackedModules
 from d9d.loop.component.tracked_modules import everything
 from d9d.loop.config import GradientManagerConfig
 from d9d.module.block.head import SequencePoolingHeadShared
+from d9d.module.block.moe import MoELayer, RouterLossParameters
 from d9d.module.model import ClassificationHeadConfig, DecoderForClassification
 from d9d.module.model.io import SequenceHeadShared, SequenceInput
 from d9d.module.parallelism.api import SequenceSharding
@@ -169,7 +170,7 @@ def test_four_ranks(name: str, patterns: Any, degrees: dict[str, int]):
             DENSE,
             {"backbone.layers.0": "context"},
             {"context_parallel_shard": 2},
-            r"but the tokens of backbone\.layers\.1\.self_attn\.sdpa would see those of their own",
+            r"but backbone\.layers\.1\.self_attn\.sdpa would see, .*the tokens of their own",
         ),
         (
             DENSE,
@@ -182,6 +183,19 @@ def test_four_ranks(name: str, patterns: Any, degrees: dict[str, int]):
 def test_what_is_wrong_with_a_plan(name: str, patterns: Any, degrees: dict[str, int], message: str):
     with pytest.raises(ValueError, match=message):
         resolve_plan(causal_lm(name, False), plan_of(patterns), DeviceMeshParameters(**degrees))
+
+
+def test_router_losses_have_to_be_within_a_context():
+    """Those of layers beside it would balance the parts of sequences; without losses nothing is counted."""
+    model, params = causal_lm(MOE, False), DeviceMeshParameters(context_parallel_shard=2)
+    attention = plan_of({"backbone.layers.*.self_attn": "context"})
+    resolve_plan(model, attention, params)
+    for layer in model.modules():
+        if isinstance(layer, MoELayer):
+            layer.use_router_losses(RouterLossParameters(load_balancing=0.1))
+    with pytest.raises(ValueError, match=r"but backbone\.layers\.\{0-1\}\.mlp would see, or count for router losses"):
+        resolve_plan(model, attention, params)
+    resolve_plan(model, plan_of({"backbone.layers.*": "context"}), params)
 
 
 class Parts(nn.Module):
