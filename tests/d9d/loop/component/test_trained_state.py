@@ -27,9 +27,10 @@ from d9d.core.dist_context import DENSE_DOMAIN, DeviceMeshParameters
 from d9d.core.participants import Participants
 from d9d.internals.stage_names import agree_on_names
 from d9d.loop.component.stage_schedules import StageSchedules
-from d9d.loop.component.tracked_modules import StatefulPredicate, everything, only_trainable
+from d9d.loop.component.tracked_modules import StatefulPredicate, TrackedModules, everything, only_trainable
 from d9d.loop.component.trained_state import TrainedState
 from d9d.optim import localize_optimizer
+from d9d.pipelining.training import PipelinedLRScheduler, PipelinedOptimizer
 from tests.harness.parity import full
 
 LOGGER = logging.getLogger("test")
@@ -464,6 +465,35 @@ def test_tied_weights_in_the_layout_before(tmp_path: Path):
         second.load(tmp_path)
         for value in second.weights().values():
             assert torch.equal(value, first.weights()["embed.weight"])
+
+
+@pytest.mark.world_size(2)
+def test_buffers_are_all_those_of_the_first_replica(tmp_path: Path):
+    """Statistics of replicas differ, and a mean of one with a variance of another belongs to no model."""
+    context = DeviceMeshParameters(data_parallel_replicate=2).build()
+    module = nn.BatchNorm1d(4)
+    for _, buffer in module.named_buffers():
+        buffer.fill_(dist.get_rank() + 7)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    state = TrainedState.of_job(
+        context,
+        TrackedModules(context, [module], everything),
+        PipelinedOptimizer(None, [optimizer]),
+        PipelinedLRScheduler(None, [LambdaLR(optimizer, lambda step: 1.0)]),
+        [[0]],
+        "raise",
+    )
+    group = dist.group.WORLD
+    assert group is not None
+    folder = CheckpointFolder(tmp_path, LOGGER)
+    CheckpointSaver(folder, Participants([group])).save({"state": state.state_dict()}, 1)
+    saved = {f"state.model.{name}": torch.zeros_like(value) for name, value in module.state_dict().items()}
+    load_state(tmp_path / "save-1", saved, group, may_be_left=lambda key: True)
+    check_equal(
+        {name: value for name, value in saved.items() if "running" in name},
+        {f"state.model.running_{name}": torch.full((4,), 7.0) for name in ("mean", "var")},
+    )
+    assert saved["state.model.num_batches_tracked"] == 7
 
 
 def sharded() -> nn.Module:
