@@ -50,7 +50,7 @@ class TrainedState:
         modules: Stages of this rank, in stage order, as are the others.
         optimizers: Their optimizers.
         schedules: Their learning rate schedules.
-        is_saved: Chooses the entries of modules that checkpoints hold.
+        is_saved: Chooses the entries of modules that checkpoints hold, beside those that an earlier one held.
         stages_by_rank: Stages that each pipeline rank hosts.
         on_changed: What to do about parameters that only the checkpoint or only the job has.
         is_of_first_replica: Whether entries that may differ between replicas, such as buffers, are saved from here.
@@ -76,6 +76,8 @@ class TrainedState:
         self._on_changed: OnChangedParameters = on_changed
         self._is_of_first_replica = is_of_first_replica
         self._keys = names.key_of_parameters(modules)
+        self._kept: set[str] = set()
+        """Keys of entries that a checkpoint has held. Frozen later, they are still not what the job starts with."""
         self._plan: _LoadPlan | None = None
         self.cut = " | ".join(" and ".join(map(str, stages)) for stages in stages_by_rank)
         """Stages that the pipeline ranks host, in words."""
@@ -120,11 +122,13 @@ class TrainedState:
                     f"{type(module).__name__} has got entries since the job was configured, which have no name in a checkpoint: "
                     f"{_listed(new)}. Add them before the optimizer is built."
                 )
-            model |= {
+            saved = {
                 keys[name]: value
                 for name, value in entries.items()
-                if self._is_saved(name, module) and self._is_saved_here(keys[name], value)
+                if keys[name] in self._kept or self._is_saved(name, module)
             }
+            self._kept |= saved.keys()
+            model |= {key: value for key, value in saved.items() if self._is_saved_here(key, value)}
         state: dict[str, Any] = {}
         records: dict[str, Document] = {}
         for stage, optimizer, keys in zip(self._names.stages, self._optimizers, self._keys, strict=True):
@@ -185,6 +189,9 @@ class TrainedState:
             unexpected = module.load_state_dict(values, strict=False).unexpected_keys
             if unexpected:
                 raise ValueError(f"{type(module).__name__} does not know its own entries {', '.join(unexpected)}.")
+        self._kept |= {
+            keys[name] for keys, sources in zip(self._names.keys, plan.sources, strict=True) for name in sources
+        }
         told = list(plan.told)
         state = dict(state_dict["optimizer"]["state"])
         taken: set[str] = set()

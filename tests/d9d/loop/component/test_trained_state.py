@@ -273,6 +273,26 @@ def test_parameters_may_be_frozen_later(tmp_path: Path, is_saved: StatefulPredic
     assert torch.equal(second.weights()["layers.1.weight"], first.weights()["layers.1.weight"])
 
 
+def test_what_was_trained_before_and_buffers_stay_in_checkpoints_of_what_is_trained(tmp_path: Path):
+    first = Job(frozen("1"), is_saved=only_trainable).train()
+    first.modules[0].get_buffer("table").fill_(5)
+    first.save(tmp_path / "1")
+    second = Job(frozen("0"), is_saved=only_trainable, on_changed="allow")
+    second.load(tmp_path / "1")
+    second.train().save(tmp_path / "2")
+    third = Job(frozen("0", "1"), is_saved=only_trainable, build=lambda _, lr: torch.optim.SGD([{"params": []}], lr=lr))
+    third.load(tmp_path / "2")
+    check_equal(third.weights(), second.weights())
+    check_equal(
+        {name: value for name, value in third.weights().items() if ".0." in name},
+        {name: value for name, value in first.weights().items() if ".0." in name},
+    )
+    assert third.modules[0].get_buffer("table").eq(5).all()
+    # What was never trained is left out.
+    names = read_metadata(tmp_path / "1" / "save-1").state_dict_metadata
+    assert not [name for name in names if name.startswith("state.model.layers.1")]
+
+
 def test_parameters_may_be_unfrozen_later(tmp_path: Path):
     first = Job(frozen("1")).train().save(tmp_path)
     second = Job(frozen())
