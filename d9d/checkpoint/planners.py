@@ -52,7 +52,7 @@ class ValuesAsJsonSavePlanner(DefaultSavePlanner):
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Decide which rank writes what. The first rank calls it."""
-        return super().create_global_plan(_documents_of_first(all_plans))
+        return super().create_global_plan(_values_of_first(all_plans))
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
         """Return what an item writes: its copy if there are copies."""
@@ -79,17 +79,19 @@ def _layout(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype, tuple[int, .
     return tensor.shape, tensor.dtype, tensor.stride()
 
 
-def _documents_of_first(plans: list[SavePlan]) -> list[SavePlan]:
-    """Leave each document to the first rank that has it: parts of several ranks would not be one value.
+def _values_of_first(plans: list[SavePlan]) -> list[SavePlan]:
+    """Leave each document and each value that is no tensor to the first rank that has it.
 
-    Parts of DTensors stay where they are.
+    Parts of a document from several ranks would not be one value, and values of several ranks no state. Parts of DTensors
+    stay where they are.
     """
     first: dict[str, int] = {}
     kept: list[SavePlan] = []
     for rank, plan in enumerate(plans):
         items: list[WriteItem] = []
         for item in plan.items:
-            key = document_key(item.index.fqn)
+            name = item.index.fqn
+            key = document_key(name) or (name if item.type is WriteItemType.BYTE_IO else None)
             if key is None or item.type is WriteItemType.SHARD or first.setdefault(key, rank) == rank:
                 items.append(item)
         kept.append(dataclasses.replace(plan, items=items))

@@ -289,7 +289,7 @@ class ModelStageFactoryConfig(BaseModel):
     )
     checkpoint_only_trainable_parameters: bool = Field(
         default=False,
-        description="Leave frozen parameters out of training checkpoints. Default: a checkpoint is complete.",
+        description="Leave parameters that were never trained out of training checkpoints. Default: a checkpoint is complete.",
     )
 
 

@@ -55,7 +55,7 @@ class _Part:
     tensors: frozenset[_Place]
     """Those with tensors."""
     others: frozenset[str]
-    """Entries of the checkpoint that are no state dicts of the module."""
+    """Entries of the checkpoint that are no state dicts of the module. An empty mapping may be the state of no tensor."""
     groups: tuple[GroupNames, ...]
     """Groups of each of its optimizers."""
     versions: dict[str, dict[str, Any]]
@@ -116,7 +116,7 @@ def _named_values(
         is_state = isinstance(content, Mapping) and bool(content) and known.issuperset(content)
         if entry == _STATE or (is_state and entry not in (_OPTIMIZERS, _DOCUMENT)):
             values |= {_Place(entry, None, name, ""): value for name, value in content.items()}
-        elif entry != _OPTIMIZERS:
+        elif entry != _OPTIMIZERS and not (isinstance(content, Mapping) and not content):
             others.add(entry)
     for number, (state, of_optimizer) in enumerate(zip(checkpoint.get(_OPTIMIZERS, ()), groups, strict=True)):
         names = [name for group in of_optimizer for name in group]

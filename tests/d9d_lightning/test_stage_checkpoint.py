@@ -155,10 +155,18 @@ def test_two_stages_save_what_one_process_saves(tmp_path):
     own = {**expected, "state_dict": module.state_dict(), "optimizer_states": [part.state_dict()]}
     # As callbacks keep averages.
     own["current_model_state"] = {name: tensor * 2 for name, tensor in module.state_dict().items()}
+    # Averages of some parameters, of which the first stage has none.
+    own["some"] = {name: tensor * 3 for name, tensor in module.state_dict().items() if name == "layers.3.0.weight"}
+    own["none"] = {}
     own["mine"] = dist.get_rank()
     saved = save(context, tmp_path / "a", own, module, [part], cut)
     doubled = saved.pop("current_model_state")
     assert_same({"state_dict": doubled}, {"state_dict": {n: t * 2 for n, t in expected["state_dict"].items()}})
+    assert len(own["some"]) == dist.get_rank()
+    torch.testing.assert_close(
+        dict(saved.pop("some")), {"layers.3.0.weight": expected["state_dict"]["layers.3.0.weight"] * 3}, **EXACT
+    )
+    assert saved.pop("none") == {}
     assert saved.pop("mine") == 0
     assert_same(saved, expected)
     versions = [dict(vars(state["state_dict"])["_metadata"]) for state in (saved, expected)]

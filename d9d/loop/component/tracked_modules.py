@@ -85,5 +85,11 @@ def everything(name: str, module: nn.Module) -> bool:
 
 
 def only_trainable(name: str, module: nn.Module) -> bool:
-    """Choose the parameters that require a gradient, such as the adapters of a PEFT method."""
-    return any(name == own and parameter.requires_grad for own, parameter in module.named_parameters())
+    """Choose the parameters that require a gradient, such as the adapters of a PEFT method, and all that is no parameter.
+
+    Buffers change in training, whatever is frozen.
+    """
+    try:
+        return module.get_parameter(name).requires_grad
+    except AttributeError:
+        return True

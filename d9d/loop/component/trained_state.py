@@ -12,7 +12,9 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, cast, final
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from d9d.checkpoint import CheckpointContents, Document, OnChangedParameters
@@ -48,9 +50,10 @@ class TrainedState:
         modules: Stages of this rank, in stage order, as are the others.
         optimizers: Their optimizers.
         schedules: Their learning rate schedules.
-        is_saved: Chooses the entries of modules that checkpoints hold.
+        is_saved: Chooses the entries of modules that checkpoints hold, beside those that an earlier one held.
         stages_by_rank: Stages that each pipeline rank hosts.
         on_changed: What to do about parameters that only the checkpoint or only the job has.
+        is_of_first_replica: Whether entries that may differ between replicas, such as buffers, are saved from here.
     """
 
     def __init__(
@@ -62,6 +65,8 @@ class TrainedState:
         is_saved: StatefulPredicate,
         stages_by_rank: Sequence[Sequence[int]],
         on_changed: OnChangedParameters = "raise",
+        *,
+        is_of_first_replica: bool = True,
     ) -> None:
         self._names = names
         self._modules = modules
@@ -69,7 +74,10 @@ class TrainedState:
         self._schedules = schedules
         self._is_saved = is_saved
         self._on_changed: OnChangedParameters = on_changed
+        self._is_of_first_replica = is_of_first_replica
         self._keys = names.key_of_parameters(modules)
+        self._kept: set[str] = set()
+        """Keys of entries that a checkpoint has held. Frozen later, they are still not what the job starts with."""
         self._plan: _LoadPlan | None = None
         self.cut = " | ".join(" and ".join(map(str, stages)) for stages in stages_by_rank)
         """Stages that the pipeline ranks host, in words."""
@@ -96,11 +104,12 @@ class TrainedState:
             modules.is_saved,
             stages_by_rank,
             on_changed,
+            is_of_first_replica=(context.rank if group is None else dist.get_process_group_ranks(group)[0]) == 0,
         )
 
     # Any: state dicts hold what their owners choose.
     def state_dict(self) -> dict[str, Any]:
-        """Return references to what is to be saved.
+        """Return references to what this rank is to save. Buffers that are no DTensors are saved by the first replica.
 
         Raises:
             ValueError: If a module has other entries than when their names were agreed on.
@@ -113,7 +122,13 @@ class TrainedState:
                     f"{type(module).__name__} has got entries since the job was configured, which have no name in a checkpoint: "
                     f"{_listed(new)}. Add them before the optimizer is built."
                 )
-            model |= {keys[name]: value for name, value in entries.items() if self._is_saved(name, module)}
+            saved = {
+                keys[name]: value
+                for name, value in entries.items()
+                if keys[name] in self._kept or self._is_saved(name, module)
+            }
+            self._kept |= saved.keys()
+            model |= {key: value for key, value in saved.items() if self._is_saved_here(key, value)}
         state: dict[str, Any] = {}
         records: dict[str, Document] = {}
         for stage, optimizer, keys in zip(self._names.stages, self._optimizers, self._keys, strict=True):
@@ -126,6 +141,10 @@ class TrainedState:
             # The name is what is saved: it can be read before anything is loaded.
             "cut": {self.cut: 0},
         }
+
+    def _is_saved_here(self, key: str, value: object) -> bool:
+        # Replicas agree on parameters, and share the work. Their buffers may differ, and belong together.
+        return self._is_of_first_replica or isinstance(value, DTensor) or key in self._names.parameters
 
     def prepare_to_load(self, contents: CheckpointContents) -> dict[str, Any]:
         """Decide what to load, and return room for it. Reads what is small.
@@ -170,6 +189,9 @@ class TrainedState:
             unexpected = module.load_state_dict(values, strict=False).unexpected_keys
             if unexpected:
                 raise ValueError(f"{type(module).__name__} does not know its own entries {', '.join(unexpected)}.")
+        self._kept |= {
+            keys[name] for keys, sources in zip(self._names.keys, plan.sources, strict=True) for name in sources
+        }
         told = list(plan.told)
         state = dict(state_dict["optimizer"]["state"])
         taken: set[str] = set()

@@ -302,6 +302,15 @@ def test_documents_of_one_name_are_never_mixed(tmp_path: Path):
     assert loaded["other"]["u"].tolist() == [2.0, 2.0]
 
 
+@pytest.mark.world_size(2)
+def test_values_of_one_name_are_those_of_the_first_rank(tmp_path: Path):
+    names = ("a", "b", "c", "d")
+    folder = CheckpointFolder(tmp_path, LOGGER)
+    CheckpointSaver(folder, participants()).save({"own": dict.fromkeys(names, dist.get_rank() + 10)}, step=1)
+    loaded = load_state(folder.complete()[-1].path, {"own": dict.fromkeys(names)}, group())
+    assert loaded["own"] == dict.fromkeys(names, 10)
+
+
 def test_a_save_that_was_given_up_keeps_others_out(tmp_path: Path):
     release = threading.Event()
     saver = CheckpointSaver(

@@ -240,9 +240,10 @@ def test_only_trainable_entries():
     module.register_buffer("table", torch.zeros(1))
     tracked = TrackedModules(local(), [module], only_trainable)
     assert list(tracked.state_dict()) == ["pp_0_stage_0"]
-    assert list(tracked.state_dict()["pp_0_stage_0"]) == ["weight"]
-    tracked.load_state_dict({"pp_0_stage_0": {"weight": torch.ones(2, 2)}})
+    assert list(tracked.state_dict()["pp_0_stage_0"]) == ["weight", "table"]
+    tracked.load_state_dict({"pp_0_stage_0": {"weight": torch.ones(2, 2), "table": torch.ones(1)}})
     assert module.weight.eq(1).all()
+    assert module.get_buffer("table").eq(1).all()
     everything_tracked = TrackedModules(local(), [module], everything)
     assert_close_tree(everything_tracked.state_dict()["pp_0_stage_0"], dict(module.state_dict()), atol=0, rtol=0)
     with pytest.raises(RuntimeError, match=r"pp_0_stage_0: missing \['bias', 'table'\], unexpected \['other'\]"):

@@ -27,9 +27,10 @@ from d9d.core.dist_context import DENSE_DOMAIN, DeviceMeshParameters
 from d9d.core.participants import Participants
 from d9d.internals.stage_names import agree_on_names
 from d9d.loop.component.stage_schedules import StageSchedules
-from d9d.loop.component.tracked_modules import StatefulPredicate, everything, only_trainable
+from d9d.loop.component.tracked_modules import StatefulPredicate, TrackedModules, everything, only_trainable
 from d9d.loop.component.trained_state import TrainedState
 from d9d.optim import localize_optimizer
+from d9d.pipelining.training import PipelinedLRScheduler, PipelinedOptimizer
 from tests.harness.parity import full
 
 LOGGER = logging.getLogger("test")
@@ -272,6 +273,26 @@ def test_parameters_may_be_frozen_later(tmp_path: Path, is_saved: StatefulPredic
     assert torch.equal(second.weights()["layers.1.weight"], first.weights()["layers.1.weight"])
 
 
+def test_what_was_trained_before_and_buffers_stay_in_checkpoints_of_what_is_trained(tmp_path: Path):
+    first = Job(frozen("1"), is_saved=only_trainable).train()
+    first.modules[0].get_buffer("table").fill_(5)
+    first.save(tmp_path / "1")
+    second = Job(frozen("0"), is_saved=only_trainable, on_changed="allow")
+    second.load(tmp_path / "1")
+    second.train().save(tmp_path / "2")
+    third = Job(frozen("0", "1"), is_saved=only_trainable, build=lambda _, lr: torch.optim.SGD([{"params": []}], lr=lr))
+    third.load(tmp_path / "2")
+    check_equal(third.weights(), second.weights())
+    check_equal(
+        {name: value for name, value in third.weights().items() if ".0." in name},
+        {name: value for name, value in first.weights().items() if ".0." in name},
+    )
+    assert third.modules[0].get_buffer("table").eq(5).all()
+    # What was never trained is left out.
+    names = read_metadata(tmp_path / "1" / "save-1").state_dict_metadata
+    assert not [name for name in names if name.startswith("state.model.layers.1")]
+
+
 def test_parameters_may_be_unfrozen_later(tmp_path: Path):
     first = Job(frozen("1")).train().save(tmp_path)
     second = Job(frozen())
@@ -464,6 +485,35 @@ def test_tied_weights_in_the_layout_before(tmp_path: Path):
         second.load(tmp_path)
         for value in second.weights().values():
             assert torch.equal(value, first.weights()["embed.weight"])
+
+
+@pytest.mark.world_size(2)
+def test_buffers_are_all_those_of_the_first_replica(tmp_path: Path):
+    """Statistics of replicas differ, and a mean of one with a variance of another belongs to no model."""
+    context = DeviceMeshParameters(data_parallel_replicate=2).build()
+    module = nn.BatchNorm1d(4)
+    for _, buffer in module.named_buffers():
+        buffer.fill_(dist.get_rank() + 7)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    state = TrainedState.of_job(
+        context,
+        TrackedModules(context, [module], everything),
+        PipelinedOptimizer(None, [optimizer]),
+        PipelinedLRScheduler(None, [LambdaLR(optimizer, lambda step: 1.0)]),
+        [[0]],
+        "raise",
+    )
+    group = dist.group.WORLD
+    assert group is not None
+    folder = CheckpointFolder(tmp_path, LOGGER)
+    CheckpointSaver(folder, Participants([group])).save({"state": state.state_dict()}, 1)
+    saved = {f"state.model.{name}": torch.zeros_like(value) for name, value in module.state_dict().items()}
+    load_state(tmp_path / "save-1", saved, group, may_be_left=lambda key: True)
+    check_equal(
+        {name: value for name, value in saved.items() if "running" in name},
+        {f"state.model.running_{name}": torch.full((4,), 7.0) for name in ("mean", "var")},
+    )
+    assert saved["state.model.num_batches_tracked"] == 7
 
 
 def sharded() -> nn.Module:
