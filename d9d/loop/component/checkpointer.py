@@ -87,8 +87,8 @@ class StateCheckpointer:
         All ranks must enter it. See [Note: one job at a time].
 
         Raises:
-            OSError, RuntimeError: If another job saves to the folder, or a checkpoint could not be written; the latter not if
-                the block raised.
+            OSError, RuntimeError: If another job saves to the folder, or has saved a newer checkpoint than this one has found;
+                or if a checkpoint could not be written, unless the block raised.
         """
         with contextlib.ExitStack() as stack:
             with self._checkpoints.participants.failing_together():
@@ -97,6 +97,7 @@ class StateCheckpointer:
                 )
                 if is_locking:
                     stack.enter_context(self._checkpoints.folder.locked())
+                    self._checkpoints.refuse_newer(self._last_step)
             try:
                 yield
             except BaseException:

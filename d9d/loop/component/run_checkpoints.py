@@ -38,6 +38,7 @@ class RunCheckpoints:
         self._saves = config.period_steps != StepActionSpecial.disable
         self._max_restarts_without_progress = config.max_restarts_without_progress
         self._verified: SavedCheckpoint | None = None
+        self._last_seen_step: int | None = None  # of the main rank; None if it has not looked
 
     def newest(self) -> SavedCheckpoint | None:
         """Return the newest complete checkpoint, after its files were verified once. All ranks must call it; blocks.
@@ -45,10 +46,35 @@ class RunCheckpoints:
         Raises:
             ValueError: If it is damaged, see ``checkpointing.on_corrupt``.
         """
+        with self.participants.failing_together():
+            if self.participants.rank == 0:
+                self.folder.recover()
+                self._last_seen_step = self._last_complete_step()
         self._verified = find_checkpoint(
             self.folder, self.participants, self._on_corrupt, self._logger, verified=self._verified
         )
         return self._verified
+
+    def refuse_newer(self, own_step: int) -> None:
+        """Refuse to save to the folder if another job has saved there since `newest` looked. Call it with the lock; not collective.
+
+        Damaged ones that were passed over were there before.
+
+        Args:
+            own_step: Step of the newest checkpoint that this job has saved or loaded; 0 for none.
+
+        Raises:
+            RuntimeError: If there is a newer one.
+        """
+        last_step = self._last_complete_step()
+        if self._last_seen_step is not None and last_step > max(self._last_seen_step, own_step):
+            raise RuntimeError(
+                f"another job has saved {self.folder.final_path(last_step)} since this one resumed from step {own_step}. "
+                f"Start this one again to go on from there, or give it another name (run.name)."
+            )
+
+    def _last_complete_step(self) -> int:
+        return max((saved.step for saved in self.folder.complete()), default=0)
 
     def count_restart(self) -> None:
         """Refuse to start a job that was restarted too often without progress. All ranks must call it; blocks.

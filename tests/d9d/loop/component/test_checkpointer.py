@@ -204,9 +204,29 @@ def test_two_jobs_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         with refused, second.checkpointer.open():
             pass
         first.train(1)
-    with second.checkpointer.open():
-        second.train(1)  # the step after the one that was not saved
-    assert saved_steps(tmp_path) == ["save-1", "save-2", "save-3"]
+    # It would write another save-2, and go on from there.
+    with (
+        pytest.raises(RuntimeError, match=r"has saved .*save-2 since this one resumed from step 1"),
+        second.checkpointer.open(),
+    ):
+        pass
+    third = Job(tmp_path, local())
+    assert third.resume() == 2
+    for _ in range(2):  # its own checkpoints are no other job's
+        with third.checkpointer.open():
+            third.train(1)
+    assert saved_steps(tmp_path) == ["save-1", "save-2", "save-3", "save-4"]
+
+
+@pytest.mark.world_size(2)
+def test_a_checkpoint_that_another_job_saves_before_this_one_has_the_lock(tmp_path: Path):
+    context = DeviceMeshParameters(data_parallel_shard=2).build()
+    Job(tmp_path, context).train(1)
+    job, other = Job(tmp_path, context), Job(tmp_path, context)
+    assert [each.resume() for each in (job, other)] == [1, 1]
+    other.train(1)
+    with pytest.raises(RuntimeError, match=r"save-2 since this one resumed from step 1"), job.checkpointer.open():
+        pass  # no rank gets here
 
 
 MESHES = {"hybrid": {"data_parallel_replicate": 2, "data_parallel_shard": 2}, "shard": {"data_parallel_shard": 4}}
