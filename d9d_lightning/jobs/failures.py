@@ -10,6 +10,7 @@ import weakref
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerStatus
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch._C._distributed_c10d import Store  # torch.distributed re-exports it, and does not say so (torch 2.13)
 from torch.distributed.distributed_c10d import (
     _get_default_store,  # pyright: ignore[reportPrivateUsage]  # the store has no public name (torch 2.13)
@@ -26,6 +27,9 @@ _log = logging.getLogger(__name__)
 LIMIT_S = 10.0
 """How long a rank that has raised waits for the others to do so too, in seconds. What all ranks run into, they run into
 within a step of each other."""
+
+LOGS_LIMIT_S = 30.0
+"""How long a rank that a signal ends waits for the logs of the others, in seconds: as long as torchrun lets ranks end."""
 
 _POLL_S = 0.02
 
@@ -66,6 +70,7 @@ class RunFailure:
         self._trainer = trainer
         self._limit_s = LIMIT_S if timeout_s is None else min(LIMIT_S, timeout_s)
         self._is_alone: bool | None = None
+        self._is_told_to_end = False
         self._watch = JobWatch(context)
         # The how manyeth run it is, counted by each rank for itself: all ranks make the same runs.
         self._run = _get_default_store().add(f"d9d/runs/{context.rank}", 1)
@@ -97,7 +102,8 @@ class RunFailure:
         """
         if not self.is_alone:
             write_error_file(exception)
-            self.leave()
+            self._is_told_to_end = isinstance(exception, SIGTERMException)
+            self._watch.leave()
             return
         reason = self._watch.note(exception)
         if reason is not None:
@@ -108,11 +114,26 @@ class RunFailure:
         for group, device in itertools.product(self._context.groups, devices):
             with contextlib.suppress(RuntimeError):
                 close_group(group, device)
-        self.leave()
+        self._watch.leave()
 
     def leave(self) -> None:
-        """End the watch over this rank: the run is over."""
+        """End the watch over this rank: the run is over.
+
+        Lightning closes its loggers last. Where a signal ends all ranks, the launcher kills those that are left when the
+        first one exits, so they wait here until all have come this far; not for ever, since one may fail on its way.
+        """
         self._watch.leave()
+        if self._is_told_to_end:
+            self._is_told_to_end = False
+            with contextlib.suppress(RuntimeError):  # who keeps the store may go first, when all are through
+                self._wait_for_logs(_get_default_store())
+
+    def _wait_for_logs(self, store: Store) -> None:
+        store.set(self._key(f"{self._context.rank}/logs"), "closed")
+        all_keys = [self._key(f"{rank}/logs") for rank in range(self._context.world_size)]
+        end_s = time.monotonic() + LOGS_LIMIT_S
+        while not store.check(all_keys) and time.monotonic() < end_s:
+            time.sleep(_POLL_S)
 
     def _key(self, name: str | int) -> str:
         return f"d9d/runs/{self._run}/{name}"

@@ -2,11 +2,13 @@
 
 import os
 import signal
+import time
 
 import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import TensorDataset
 
@@ -164,6 +166,21 @@ def test_nothing_is_saved_before_the_first_step(tmp_path):
         trainer.fit(seeded(Regression), loader())
     assert ended.value.code == 143
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("slow_rank", [0, 1])
+def test_no_rank_exits_before_the_logs_of_all_are_closed(tmp_path, slow_rank):
+    class SlowLogger(CSVLogger):
+        def finalize(self, status):
+            if dist.get_rank() == slow_rank:
+                time.sleep(1)
+                (tmp_path / "closed").touch()
+
+    trainer = build_trainer(SHARD, callbacks=[SignalAt(2)], logger=SlowLogger(tmp_path))
+    with pytest.raises(SIGTERMException):
+        trainer.fit(seeded(Regression), loader())
+    assert (tmp_path / "closed").exists()
 
 
 def test_one_process(tmp_path):

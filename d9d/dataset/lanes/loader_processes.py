@@ -19,7 +19,7 @@ class OwnProcessGroup:
         then: The ``worker_init_fn`` of the user, called after that.
     """
 
-    then: Callable[[int], object] | None = None
+    then: Callable[[int], None] | None = None
 
     def __call__(self, worker_id: int) -> None:
         """Begin a loader process, in it."""
