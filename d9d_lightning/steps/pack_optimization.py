@@ -47,6 +47,8 @@ _SKIPPED_ON_A_RANK = (
     "Return a loss of zero weight, such as 0.0 * loss."
 )
 
+_BACKWARD_HOOKS = frozenset(("backward", "on_before_backward", "on_after_backward"))
+
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
@@ -247,7 +249,7 @@ class PackOptimization(_AutomaticOptimization):
         others = tuple(value for name, value in kwargs.items() if name != "batch")
         num_batches = window_size(self.trainer)
         outputs: list[PyTree[Any]] = []
-        starts = _Starts()
+        starts = _Starts() if calls_torch_only(self.trainer.strategy, self._own_backward) else None
         # Once for all microbatches: setting an attribute of a module takes as long as a small layer.
         with _in_hook(self._module, "training_step"):
             for part, weight in zip(parts, weights, strict=True):
@@ -270,13 +272,14 @@ class PackOptimization(_AutomaticOptimization):
         return _result_of(merge_training_outputs(outputs, weights), num_batches)
 
     def _run_weighted_backward(
-        self, output: PyTree[Any], share: float, optimizer: Optimizer, starts: "_Starts", *, is_last: bool
+        self, output: PyTree[Any], share: float, optimizer: Optimizer, starts: "_Starts | None", *, is_last: bool
     ) -> None:
         """Run the backward pass of a microbatch, which counts for a share of its window."""
         loss = _loss_of(output)
         with _NOTHING if is_last else self._block_sums():
             factor = self._loss_weights.factor(output, share)
-            if factor and calls_torch_only(self.trainer.strategy, self._own_backward):
+            # The step itself may have put a hook on its module.
+            if factor and starts is not None and vars(self._module).keys().isdisjoint(_BACKWARD_HOOKS):
                 # What the strategy does where nobody looks at the loss. It takes two kernels more to scale that.
                 with self._correcting(is_last=is_last), self._around_backward(loss):
                     loss.backward(starts.gradient(loss, factor))
