@@ -40,7 +40,7 @@ test: check ## run the checks and the whole test suite
 test-exhaustive: $(INSTALLED) ## run every combination of schedules, ranks and microbatches: some minutes
 	$(PYTEST) -m exhaustive $(PYTEST_ARGS)
 
-faults: $(INSTALLED) ## kill, fill disks and damage files: all injections, within 10 minutes
+faults: $(INSTALLED) ## kill, fill disks and damage files: all injections
 	$(PYTEST) tests/faults -m "not faults_nightly" --durations 0 $(PYTEST_ARGS)
 
 faults-nightly: $(INSTALLED) ## kill a job 200 times at random moments; prints its seed (--faults-seed repeats it)
