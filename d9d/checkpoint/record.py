@@ -18,7 +18,7 @@ __all__ = ["RECORD_NAME", "CommitRecord", "is_plain_name"]
 RECORD_NAME = "commit.json"
 """Name of the commit record in the folder of a checkpoint."""
 
-_VERSION = 2
+_VERSION = 3
 _MAX_BYTES = 1 << 30
 
 
@@ -47,7 +47,7 @@ class CommitRecord:
             "step": self.step,
             "num_ranks": self.num_ranks,
             "metrics": {name: repr(value) for name, value in sorted(self.metrics.items())},
-            "files": {name: [digest.size_bytes, digest.sha256] for name, digest in sorted(self.files.items())},
+            "files": {name: [digest.size_bytes, digest.xxh3] for name, digest in sorted(self.files.items())},
         }
         text = json.dumps(content, separators=(",", ":"))
         return f"{text}\n{hashlib.sha256(text.encode()).hexdigest()}\n".encode()
@@ -78,8 +78,8 @@ class CommitRecord:
         if content["version"] != _VERSION:
             raise ValueError(f"it is of version {content['version']}, and this release reads version {_VERSION}")
         files = {
-            name: FileDigest(size_bytes=int(size), sha256=str(sha256))
-            for name, (size, sha256) in cast(dict[str, tuple[int, str]], content["files"]).items()
+            name: FileDigest(size_bytes=int(size), xxh3=str(xxh3))
+            for name, (size, xxh3) in cast(dict[str, tuple[int, str]], content["files"]).items()
         }
         strange = [name for name in files if not is_plain_name(name) or name == RECORD_NAME]
         if strange:

@@ -25,6 +25,8 @@ from d9d.checkpoint.safe_reader import MANIFEST_NAME, manifest_of
 
 __all__ = ["CheckpointWriter", "Written", "sync_folder"]
 
+_BLOCK_BYTES = 1 << 20
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
@@ -115,10 +117,7 @@ class _HashingFileSystem(filesystem.FileSystem):
 
 
 class _HashingStream(io.RawIOBase):
-    """Writes, while other threads hash what is written, from where it is in memory.
-
-    Hashing goes on while later data are written, and while the disk is waited for. So tensors are held until then.
-    """
+    """Writes and hashes, block by block: what was just written is still in a cache of the core."""
 
     def __init__(self, file: IO[bytes], path: Path) -> None:
         self._file = file
@@ -144,8 +143,6 @@ class _HashingStream(io.RawIOBase):
             # What PyTorch says when it cannot finish its file after a write that has failed.
             raise self._failure or error from error
         self._tensor = None
-        if tensor is not data:
-            self._hasher.wait()  # a copy that nobody else needs
         return self._start if tensor.is_contiguous() else None
 
     def writable(self) -> bool:
@@ -155,11 +152,11 @@ class _HashingStream(io.RawIOBase):
         view = memoryview(data).cast("B")
         if self._tensor is not None and _is_memory_of(self._tensor, view):
             self._start = self.tell()
-            self._hasher.append(view, self._tensor)
-        else:
-            self._hasher.append(memoryview(bytes(view)), None)
         try:
-            self._file.write(view)
+            for start in range(0, len(view), _BLOCK_BYTES):
+                block = view[start : start + _BLOCK_BYTES]
+                self._file.write(block)
+                self._hasher.append(block)
         except OSError as error:
             self._failure = OSError(error.errno, error.strerror, str(self._path))
             raise self._failure from error
@@ -181,7 +178,7 @@ class _HashingStream(io.RawIOBase):
 
 
 def _is_memory_of(tensor: torch.Tensor, view: memoryview) -> bool:
-    """Tell whether a view is all the memory of a tensor, which thus lives as long as the tensor does."""
+    """Tell whether a view is all the memory of a tensor."""
     if len(view) == 0 or len(view) != tensor.nbytes:
         return False
     return np.frombuffer(view, np.uint8).__array_interface__["data"][0] == tensor.untyped_storage().data_ptr()
