@@ -3,7 +3,6 @@
 from d9d.checkpoint.contents import CheckpointContents
 from d9d.checkpoint.digest import FileDigest
 from d9d.checkpoint.documents import Document, check_document
-from d9d.checkpoint.earlier_layout import in_present_layout
 from d9d.checkpoint.folder import CheckpointFolder, SavedCheckpoint
 from d9d.checkpoint.load import (
     OnChangedParameters,
@@ -31,7 +30,6 @@ __all__ = [
     "SavedCheckpoint",
     "check_document",
     "find_checkpoint",
-    "in_present_layout",
     "load_document",
     "load_state",
     "read_metadata",

@@ -1,12 +1,11 @@
 """What a checkpoint holds, before it is decided what of it to load and where to."""
 
-import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, cast, final
+from typing import Any, final
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from d9d.checkpoint.documents import Document, document_key, filled, with_room
 from d9d.checkpoint.load import read_flat
@@ -22,15 +21,11 @@ class CheckpointContents:
         path: Folder of the checkpoint.
         metadata: As `read_metadata` returns it.
         below: Key that names are relative to.
-        read: Documents that are known already, by name.
     """
 
-    # Any: documents hold what their owners choose.
-    def __init__(self, path: Path, metadata: Metadata, below: str, read: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, path: Path, metadata: Metadata, below: str) -> None:
         self.path = path
         self.metadata = metadata
-        self._below = below
-        self._read = read or {}
         self._prefix = f"{below}."
         self.names: tuple[str, ...] = tuple(
             name.removeprefix(self._prefix) for name in metadata.state_dict_metadata if name.startswith(self._prefix)
@@ -53,16 +48,8 @@ class CheckpointContents:
         state: dict[str, Any] = {self._prefix + key: Document(None) for key in keys}
         room = with_room(state, self.metadata)
         read = filled(state, read_flat(self.path, room, self.metadata))
-        of_file = {key.removeprefix(self._prefix): value for key, value in read.items()}
-        return {
-            key.removeprefix(f"{below}."): value
-            for key, value in {**of_file, **self._read}.items()
-            if key.startswith(f"{below}.")
-        }
-
-    def value(self, name: str) -> object:
-        """Read a value that is no tensor."""
-        return read_flat(self.path, {self._prefix + name: None}, self.metadata)[self._prefix + name]
+        prefix = f"{self._prefix}{below}."
+        return {key.removeprefix(prefix): value for key, value in read.items()}
 
     def tensors(self, names: Iterable[str]) -> list[torch.Tensor]:
         """Read whole tensors to the host."""
@@ -73,24 +60,3 @@ class CheckpointContents:
                 raise ValueError(f"{self.path} has no tensor {name}")
             room[self._prefix + name] = torch.empty(entry.size, dtype=entry.properties.dtype)
         return list(read_flat(self.path, dict(room), self.metadata).values())
-
-    # Any: documents hold what their owners choose.
-    def with_names(self, names: Mapping[str, str | None], documents: Mapping[str, Any]) -> "CheckpointContents":
-        """Return the same contents under other names.
-
-        Args:
-            names: New names by name, or None for what is left out. Others stay.
-            documents: Documents that are there in place of it.
-        """
-        full = {self._prefix + name: new if new is None else self._prefix + new for name, new in names.items()}
-        entries = {
-            new: entry
-            for name, entry in self.metadata.state_dict_metadata.items()
-            if (new := full.get(name, name)) is not None
-        }
-        places = {
-            dataclasses.replace(index, fqn=new): place
-            for index, place in cast("dict[MetadataIndex, Any]", self.metadata.storage_data).items()
-            if (new := full.get(index.fqn, index.fqn)) is not None
-        }
-        return CheckpointContents(self.path, Metadata(entries, storage_data=places), self._below, documents)

@@ -6,7 +6,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch.distributed.checkpoint.stateful import Stateful
 
-from d9d.checkpoint import CheckpointContents, CheckpointSaver, in_present_layout, load_state, read_metadata
+from d9d.checkpoint import CheckpointContents, CheckpointSaver, load_state, read_metadata
 from d9d.core.dist_context import DistributedContext
 from d9d.core.participants import Participants
 from d9d.loop.component.garbage_collector import ManualGarbageCollector
@@ -182,7 +182,7 @@ class StateCheckpointer:
 
         try:
             with participants.failing_together():
-                contents = in_present_layout(CheckpointContents(found.path, read_metadata(found.path), STATE_KEY))
+                contents = CheckpointContents(found.path, read_metadata(found.path), STATE_KEY)
                 wanted = state.prepare_to_load(contents) if isinstance(state, PreparesToLoad) else state.state_dict()
             loaded = load_state(
                 found.path,

@@ -17,9 +17,7 @@ from d9d.checkpoint import (
     CheckpointContents,
     CheckpointFolder,
     CheckpointSaver,
-    Document,
     OnChangedParameters,
-    in_present_layout,
     load_state,
     read_metadata,
 )
@@ -94,7 +92,7 @@ class Job:
 
     def load(self, folder: Path, group: dist.ProcessGroup | None = None) -> list[str]:
         path = folder / "save-1"
-        contents = in_present_layout(CheckpointContents(path, read_metadata(path), "state"))
+        contents = CheckpointContents(path, read_metadata(path), "state")
         wanted = {"state": self.state.prepare_to_load(contents)}
         loaded = load_state(
             path,
@@ -433,58 +431,6 @@ def test_another_optimizer_is_refused_before_anything_is_changed(tmp_path: Path)
     with pytest.raises(ValueError, match=r"optimizer of layers\.0\.weight is AdamW there, and SGD in the job"):
         second.load(tmp_path)
     check_equal(second.weights(), before)
-
-
-def save_as_before(job: Job, folder: Path, *, ranks: Sequence[Sequence[int]]) -> None:
-    """Save in the layout in which stages had keys of their places, state was numbered, and groups were taken apart."""
-    places = {f"pp_{rank}_stage_{index}": stage for rank, of in enumerate(ranks) for index, stage in enumerate(of)}
-    names = [{parameter: name for name, parameter in module.named_parameters()} for module in job.modules]
-    state = {
-        "tracked_modules": {place: job.modules[stage].state_dict() for place, stage in places.items()},
-        "optimizer": {place: job.optimizers[stage].state_dict() for place, stage in places.items()},
-        "optimized": {
-            place: [names[stage][p] for group in job.optimizers[stage].param_groups for p in group["params"]]
-            for place, stage in places.items()
-        },
-        "lr_scheduler": {place: Document(job.schedules[stage].state_dict()) for place, stage in places.items()},
-        "cut": {" | ".join(" and ".join(map(str, of)) for of in ranks): 0},
-    }
-    CheckpointSaver(CheckpointFolder(folder, LOGGER), Participants()).save({"state": state}, 1)
-
-
-@pytest.mark.parametrize("loaded", CUTS)
-def test_the_layout_before_is_read_too(tmp_path: Path, loaded: Sequence[str]):
-    def two_groups(parameters: list[nn.Parameter], lr: float) -> Optimizer:
-        weights = [parameter for parameter in parameters if parameter.dim() == 2]
-        biases = [parameter for parameter in parameters if parameter.dim() == 1]
-        return AdamW([{"params": weights, "weight_decay": 0.1}, {"params": biases, "weight_decay": 0.0}], lr=lr)
-
-    first = Job(Stage("0"), Stage("1"), Stage("2"), Stage("3"), build=two_groups).train()
-    save_as_before(first, tmp_path, ranks=[[0, 3], [1, 2]])
-    second = Job(*(Stage(*names) for names in loaded), build=two_groups)
-    assert second.load(tmp_path) == []
-    check_equal(second.weights(), first.weights())
-    check_equal(second.train().weights(), first.train().weights())
-
-
-def test_names_of_stages_in_the_layout_before(tmp_path: Path):
-    first = Job(Stage("a"), Stage("a")).train()
-    save_as_before(first, tmp_path, ranks=[[0], [1]])
-    second = Job(Stage("a"), Stage("a"))
-    second.load(tmp_path)
-    for one, other in zip(first.modules, second.modules, strict=True):
-        check_equal(dict(one.named_parameters()), dict(other.named_parameters()))
-    with pytest.raises(ValueError, match=r"host stages 0 \| 1, those of this job 0, and these names mean different"):
-        Job(Stage("a")).load(tmp_path)
-
-
-def test_tied_weights_in_the_layout_before(tmp_path: Path):
-    first = Job(Whole()).train()
-    save_as_before(first, tmp_path, ranks=[[0]])
-    for second in (Job(Whole()), Job(Embedding(), Head())):
-        second.load(tmp_path)
-        for value in second.weights().values():
-            assert torch.equal(value, first.weights()["embed.weight"])
 
 
 @pytest.mark.world_size(2)
