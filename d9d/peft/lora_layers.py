@@ -14,10 +14,10 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from d9d.core.placement import local_tensor
+from d9d.kernel.precision import at_least_fp32
 from d9d.module.base import ModuleLateInit
 from d9d.module.block.moe import GroupedLinear
 from d9d.module.block.moe.grouped_mm import ExpertTokenGroups
-from d9d.module.block.precision import at_least_fp32
 from d9d.module.parallelism.tensor import parallelize_tensor
 
 from .lora_layout import follow_layout, follow_split, hook_ids, move_hooks, own_weight

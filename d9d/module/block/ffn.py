@@ -1,9 +1,9 @@
 """Feed-forward networks."""
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
+from d9d.kernel.swiglu import silu_mul
 from d9d.module.base import ModuleLateInit
 
 
@@ -30,7 +30,7 @@ class SwiGLU(nn.Module, ModuleLateInit):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Compute the network's output."""
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(silu_mul(self.gate_proj(x), self.up_proj(x)))
 
     def reset_parameters(self) -> None:
         """Initialise each projection as `nn.Linear` does."""

@@ -3,16 +3,14 @@
 import torch
 from torch import nn
 
+from d9d.kernel.normalization import rms_norm
 from d9d.module.base import ModuleLateInit
-from d9d.module.block.precision import at_least_fp32
 
 
 class RMSNorm(nn.Module, ModuleLateInit):
     """Divides the last axis by its root mean square and scales it with a learned weight.
 
-    Inputs of 16 bits are normalised in fp32; the result has the dtype of the input. Rounding happens where the
-    published models round: a plain weight multiplies the rounded values (Llama, Qwen3), a zero-centred one the
-    unrounded (Gemma, Qwen3-Next). So logits do not shift when their checkpoints are loaded.
+    Where it rounds, and in what it computes: see `rms_norm`.
 
     Shapes:
         ``(..., hidden_size)`` to the same.
@@ -35,13 +33,7 @@ class RMSNorm(nn.Module, ModuleLateInit):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalise and scale ``x``."""
-        wide = at_least_fp32(x)
-        normalized = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        if self.zero_centered:
-            scaled = normalized * (1.0 + self.weight.to(normalized.dtype))
-        else:
-            scaled = normalized.to(x.dtype) * self.weight
-        return scaled.to(x.dtype)
+        return rms_norm(x, self.weight, self.eps, self.zero_centered)
 
     def reset_parameters(self) -> None:
         """Make the scale one."""

@@ -11,8 +11,8 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from d9d.kernel.attention_tile import AttentionTile, attend, attend_backward
+from d9d.kernel.precision import at_least_fp32
 from d9d.module.block.attention.sdpa.parameters import combine_masks, visible_at
-from d9d.module.block.precision import at_least_fp32
 from d9d.module.parallelism.attention_plan import TileKind, TilePlan, plan_tiles
 from d9d.module.parallelism.key_value_exchange import HeldKeys, KeysValues, KeyValueExchange
 from d9d.module.parallelism.sequence_sharding import SequenceSharding

@@ -7,13 +7,14 @@ from typing import Final
 import torch
 from torch import nn
 
+from d9d.kernel.cce import IGNORE_INDEX
+from d9d.kernel.cut_cross_entropy import linear_cross_entropy_per_token
 from d9d.module.block.embedding import INIT_STD, SplitTokenEmbeddings, check_split_order
 
 from .base import TaskHead
-from .cut_cross_entropy import linear_cross_entropy_per_token
 from .vocabulary_rows import own_rows
 
-LM_IGNORE_INDEX: Final = -100
+LM_IGNORE_INDEX: Final = IGNORE_INDEX
 """The label of tokens that have no loss, as in `torch.nn.functional.cross_entropy`."""
 
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from d9d.module.block.precision import at_least_fp32
+from d9d.kernel.precision import at_least_fp32
 
 from .base import TaskHead
 

@@ -1,9 +1,9 @@
 """The experts of a layer, all in one tensor per projection. Axes as in `grouped_mm`."""
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
+from d9d.kernel.swiglu import silu_mul
 from d9d.module.base import ModuleLateInit
 
 from .grouped_mm import AnyGroupedMmBackendConfig, ExpertTokenGroups, GroupedMmParameters, build_grouped_mm_backend
@@ -108,7 +108,7 @@ class GroupedSwiGLU(nn.Module, ModuleLateInit):
             permuted_probs: Probability of each slot.
             expert_groups: How many slots each expert has.
         """
-        gated = F.silu(self.gate_proj(permuted_x, expert_groups)) * self.up_proj(permuted_x, expert_groups)
+        gated = silu_mul(self.gate_proj(permuted_x, expert_groups), self.up_proj(permuted_x, expert_groups))
         # Before the last projection, which is linear: it is the narrower place.
         scaled = (gated * permuted_probs.unsqueeze(-1)).to(gated.dtype)
         return self.down_proj(scaled, expert_groups)

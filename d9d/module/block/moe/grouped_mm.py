@@ -4,22 +4,19 @@ Axes: S slots (pairs of a token and one of its experts, sorted by expert), E exp
 """
 
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any, Final, Literal, Protocol, TypeAlias, assert_never, cast
+from typing import Annotated, Final, Literal, Protocol, TypeAlias, assert_never
 
 import torch
-import torch.nn.functional as F
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from d9d.core.autograd import GLOBAL_GRAD_CONTEXT, GradDirection
-from d9d.module.block.optional_kernels import import_kernel
+from d9d.kernel.grouped_mm import eager as eager_products
+from d9d.kernel.grouped_mm import nv as nv_products
+from d9d.kernel.grouped_mm import quack as quack_products
+from d9d.kernel.grouped_mm import torch as torch_products
 
 AUTO_GROUPED_MM_VARIABLE: Final = "D9D_BACKEND_AUTO_GROUPED_MM"
 """Environment variable with the kind of implementation for layers that name none, e.g. ``eager``."""
-
-_ALIGNMENT_BYTES: Final = 16
-_KERNEL_DTYPES: Final = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class EagerGroupedMmBackendConfig(BaseModel):
@@ -126,15 +123,7 @@ class EagerGroupedMm:
         Raises:
             ValueError: If there is not one count per matrix, or the counts do not sum to the number of rows.
         """
-        counts: list[int] = groups.host_counts().tolist()
-        if len(counts) != weight.shape[0] or sum(counts) != x.shape[0]:
-            raise ValueError(
-                f"there are {weight.shape[0]} matrices and {x.shape[0]} rows, but groups of {counts} "
-                f"({len(counts)} groups, {sum(counts)} rows). Pass one count per matrix."
-            )
-        # An empty product too: it makes a gradient of zero and not none.
-        parts = [rows @ matrix for rows, matrix in zip(x.split(counts), weight.unbind(0), strict=True)]
-        return torch.cat(parts)
+        return eager_products.multiply(x, weight, groups.host_counts().tolist())
 
 
 class TorchGroupedMm:
@@ -149,16 +138,7 @@ class TorchGroupedMm:
 
     def refusal(self, dtype: torch.dtype) -> str | None:
         """Return why the kernel can not compute in a dtype, None if it can."""
-        if dtype not in _KERNEL_DTYPES:
-            return f"torch's grouped matrix product computes in {[str(d) for d in _KERNEL_DTYPES]}, not in {dtype}."
-        multiple = _ALIGNMENT_BYTES // dtype.itemsize
-        sizes = (self._params.in_features, self._params.out_features)
-        if any(size % multiple for size in sizes):
-            return (
-                f"torch's grouped matrix product wants sizes of a multiple of {multiple} in {dtype}, got "
-                f"in_features {sizes[0]} and out_features {sizes[1]}."
-            )
-        return None
+        return torch_products.refusal(dtype, self._params.in_features, self._params.out_features)
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, groups: ExpertTokenGroups) -> torch.Tensor:
         """Multiply; see `GroupedMmBackend`.
@@ -169,28 +149,7 @@ class TorchGroupedMm:
         refusal = self.refusal(x.dtype)
         if refusal is not None:
             raise ValueError(f"{refusal} Use the kind eager.")
-        product = F.grouped_mm(_with_plain_strides(x), weight, offs=groups.offsets)
-        # Autograd functions are untyped.
-        return cast(torch.Tensor, _ContiguousGradient.apply(product))
-
-
-class _ContiguousGradient(torch.autograd.Function):
-    """Identity. The kernel's backward pass refuses expanded gradients, such as those of a sum (torch 2.13)."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:  # noqa: ANN401  # autograd's signature
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # noqa: ANN401  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _with_plain_strides(grad)
-
-
-def _with_plain_strides(rows: torch.Tensor) -> torch.Tensor:
-    """Copy rows if needed. `contiguous` is not enough: to it, an empty tensor is contiguous whatever its strides."""
-    if rows.stride() == (rows.shape[1], 1):
-        return rows
-    return rows.clone(memory_format=torch.contiguous_format)
+        return torch_products.multiply(x, weight, groups.offsets)
 
 
 class NvGroupedMm:
@@ -201,15 +160,11 @@ class NvGroupedMm:
     """
 
     def __init__(self) -> None:
-        kernels = import_kernel("the grouped product kind grouped_gemm", "grouped_gemm", "nv-grouped-gemm", "torch")
-        self._kernel: Callable[..., torch.Tensor] = kernels.ops.gmm
-        self._eager = EagerGroupedMm()
+        self._kernel = nv_products.load_kernel()
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, groups: ExpertTokenGroups) -> torch.Tensor:
         """Multiply; see `GroupedMmBackend`. Blocks the host until the counts are known."""
-        if x.shape[0] == 0:
-            return self._eager(x, weight, groups)
-        return self._kernel(x, weight, groups.host_counts().to(torch.int64))
+        return nv_products.multiply(self._kernel, x, weight, groups.host_counts())
 
 
 class QuackGroupedMm:
@@ -220,46 +175,11 @@ class QuackGroupedMm:
     """
 
     def __init__(self) -> None:
-        kernels = import_kernel("the grouped product kind quack", "quack.gemm_interface", "quack-kernels", "torch")
-        self._kernel: Callable[..., torch.Tensor] = kernels.gemm
-        self._eager = EagerGroupedMm()
+        self._kernel = quack_products.load_kernel()
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, groups: ExpertTokenGroups) -> torch.Tensor:
         """Multiply; see `GroupedMmBackend`."""
-        if x.shape[0] == 0:
-            return self._eager(x, weight, groups)
-        bounds = F.pad(groups.offsets, (1, 0))  # (E + 1,), int32
-        # Autograd functions are untyped.
-        return cast(torch.Tensor, _QuackProduct.apply(_with_plain_strides(x), weight, bounds, self._kernel))
-
-
-class _QuackProduct(torch.autograd.Function):
-    """The package's own gradients are those of whole layers."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,  # noqa: ANN401  # takes what is put on it
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bounds: torch.Tensor,
-        kernel: Callable[..., torch.Tensor],
-    ) -> torch.Tensor:
-        ctx.save_for_backward(x, weight, bounds)
-        ctx.kernel = kernel
-        return kernel(x, weight, cu_seqlens_m=bounds)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401  # pyright: ignore[reportIncompatibleMethodOverride]
-        x, weight, bounds = ctx.saved_tensors
-        grad = _with_plain_strides(grad)
-        wants_x = ctx.needs_input_grad[0] and GLOBAL_GRAD_CONTEXT.check_direction(GradDirection.inputs)
-        wants_weight = ctx.needs_input_grad[1] and GLOBAL_GRAD_CONTEXT.check_direction(GradDirection.weight)
-        return (
-            ctx.kernel(grad, weight.mT, cu_seqlens_m=bounds) if wants_x else None,
-            ctx.kernel(x.T, grad, cu_seqlens_k=bounds) if wants_weight else None,
-            None,
-            None,
-        )
+        return quack_products.multiply(self._kernel, x, weight, groups.offsets)
 
 
 class AutoGroupedMm:

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from d9d.kernel.precision import at_least_fp32
 from d9d.module.base import ModuleLateInit
-from d9d.module.block.precision import at_least_fp32
 
 from .routing import RoutingParameters, check_group_limit, limit_to_groups, score_experts
 

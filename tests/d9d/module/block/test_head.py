@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from d9d.core.autograd import GLOBAL_GRAD_CONTEXT, GradDirection
+from d9d.kernel.cut_cross_entropy import linear_cross_entropy_per_token
 from d9d.module.block.head import (
     LM_IGNORE_INDEX,
     ClassificationHead,
@@ -20,7 +21,6 @@ from d9d.module.block.head import (
     SequencePoolingHeadShared,
     SplitLanguageModellingHead,
 )
-from d9d.module.block.head.cut_cross_entropy import linear_cross_entropy_per_token
 from d9d.pipelining.backward import stage_backward_input, stage_backward_weight
 from tests.d9d.module.block.oracles import FP32, FP64
 

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat
 from torch import nn
 
+from d9d.kernel.precision import at_least_fp32
 from d9d.module.base import ModuleLateInit
-from d9d.module.block.precision import at_least_fp32
 
 _RATE_RANGE: Final = (0.01, 16.0)
 """Bounds of new rates of `MambaDecayGate`. Not from zero, as in the first version: its log is not finite."""

@@ -27,8 +27,8 @@ import torch
 import torch.nn.functional as F
 from pydantic import BaseModel, ConfigDict, Field
 
-from d9d.module.block.optional_kernels import import_kernel
-from d9d.module.block.precision import at_least_fp32
+from d9d.kernel.optional import import_kernel
+from d9d.kernel.precision import at_least_fp32
 
 CHUNK_SIZE: Final = 64
 """Tokens that are solved for together: more means larger matrix products, but also more of them."""

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from d9d.kernel.precision import at_least_fp32
 from d9d.module.base import ModuleLateInit
 from d9d.module.block.normalization import RMSNorm
-from d9d.module.block.precision import at_least_fp32
 
 from .decay_gate import AnyDecayGateParameters, build_decay_gate
 from .delta_rule import AnyDeltaRuleConfig, build_delta_rule

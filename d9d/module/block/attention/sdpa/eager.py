@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from d9d.module.block.precision import at_least_fp32
+from d9d.kernel.precision import at_least_fp32
 
 from .parameters import AttentionSinks, SdpaParameters, combine_masks, num_groups, visibility
 

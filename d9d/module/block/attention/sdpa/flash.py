@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from d9d.module.block.optional_kernels import import_kernel
+from d9d.kernel.optional import import_kernel
 
 from .parameters import AttentionSinks, SdpaParameters, num_groups
 

@@ -15,8 +15,6 @@ from typing import Final
 
 import torch
 
-__all__ = ["adamw_stochastic_bf16_", "copy_fp32_to_bf16_stochastic_"]
-
 _LOWER_BITS: Final = 16
 _UPPER_MASK: Final = -(1 << _LOWER_BITS)
 _LARGEST: Final = torch.finfo(torch.bfloat16).max

@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from d9d.core.autograd import GLOBAL_GRAD_CONTEXT, GradDirection
-from d9d.module.block.precision import at_least_fp32
+from d9d.kernel.precision import at_least_fp32
 
 PIECE_ELEMENTS: Final = 2**24
 """Logits that are in memory at a time: 64 MiB in fp32. Larger ones are not faster: at 4,096 tokens they give matrix
