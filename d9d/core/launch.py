@@ -8,11 +8,14 @@ from datetime import timedelta
 from typing import Self
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore  # torch.distributed re-exports it, and does not say so (torch 2.13)
+from torch._C._distributed_c10d import PrefixStore, Store  # torch.distributed re-exports them silently (torch 2.13)
 from torch.distributed.rendezvous import rendezvous
 
 _INIT_TIMEOUT = timedelta(seconds=1800)
 """Limit for joining; the loop replaces it by its own init and step timeouts once the context exists."""
+
+_ARRIVALS = "d9d/num_arrivals"
+_POLL_S = 0.01
 
 _GLOO_DRAIN_S = 0.05
 """Time for gloo's threads to free a few tensors; they need some microseconds of it."""
@@ -73,8 +76,7 @@ class LaunchEnvironment:
                 f"Start the job with torchrun --nproc-per-node {self.world_size}."
             )
         store, rank, world_size = next(rendezvous("env://", timeout=_INIT_TIMEOUT))
-        # torchrun keeps its store when it restarts the processes, with the addresses of those that are gone. (torch 2.13)
-        own = PrefixStore(f"d9d/attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        own = _store_of_this_start(store, rank, world_size)
         dist.init_process_group(backend, timeout=_INIT_TIMEOUT, store=own, rank=rank, world_size=world_size)
         atexit.register(_leave_process_group)
 
@@ -86,7 +88,8 @@ class RestartEnvironment:
     run_id: str
     """Of the job; "none" where nobody has named it."""
     attempt: int
-    """How often it was restarted."""
+    """How often it was restarted by the agent of this node. Each counts the failures of its own processes, and may restart
+    them because of others, so nodes have different counts."""
     max_restarts: int
     """How often it may be; 0 also where nobody restarts it."""
 
@@ -103,6 +106,41 @@ class RestartEnvironment:
         if problems:
             raise ValueError(f"Malformed launch environment: {'; '.join(problems)}.")
         return cls(run_id=os.environ.get("TORCHELASTIC_RUN_ID", "none"), attempt=attempt, max_restarts=max_restarts)
+
+
+def _store_of_this_start(store: Store, rank: int, world_size: int) -> Store:
+    """Return a store that only the processes of this start of the job know. All ranks must call it; blocks until they are here.
+
+    [Note: starts of a job]
+    torchrun keeps its store when it restarts the processes, with the addresses of those that are gone (torch 2.13), and
+    nothing that it tells them names the start: restarts are counted on each node, see `RestartEnvironment`. So each process
+    draws a number that no other one has, and that of rank 0 is the name. Rank 0 answers all numbers, those of
+    processes that are gone as well, until all ranks of this start have heard it. When they exist, no process of an earlier
+    one does: torchrun has ended them before.
+    """
+    arrival = store.add(_ARRIVALS, 1)
+    if rank != 0:
+        start = store.get(_answer_to(arrival)).decode()
+        store.add(_num_heard(start), 1)
+        return PrefixStore(f"d9d/start_{start}", store)
+    start, num_answered, end_s = str(arrival), 0, time.monotonic() + _INIT_TIMEOUT.total_seconds()
+    while (num_heard := store.add(_num_heard(start), 0)) < world_size - 1:
+        if time.monotonic() > end_s:
+            raise RuntimeError(f"only {num_heard + 1} of {world_size} processes have come within {_INIT_TIMEOUT}.")
+        num_arrivals = store.add(_ARRIVALS, 0)
+        for other in range(num_answered + 1, num_arrivals + 1):
+            store.set(_answer_to(other), start)
+        num_answered = num_arrivals
+        time.sleep(_POLL_S)
+    return PrefixStore(f"d9d/start_{start}", store)
+
+
+def _answer_to(arrival: int) -> str:
+    return f"d9d/start_of_arrival/{arrival}"
+
+
+def _num_heard(start: str) -> str:
+    return f"d9d/num_heard/{start}"
 
 
 def _leave_process_group() -> None:

@@ -1,13 +1,15 @@
 """Stop a job that is restarted again and again, and never gets any further."""
 
+import dataclasses
 import json
 import logging
 from pathlib import Path
 from typing import NamedTuple
 
-from d9d.core.launch import RestartEnvironment
+from d9d.core.launch import LaunchEnvironment, RestartEnvironment
+from d9d.core.participants import Participants
 
-__all__ = ["RECORD_NAME", "refuse_restarts_without_progress"]
+__all__ = ["RECORD_NAME", "count_restart"]
 
 RECORD_NAME = "restarts.json"
 """File beside the checkpoints of a run."""
@@ -24,26 +26,48 @@ class _Record(NamedTuple):
     """Restarts in a row, up to that attempt, that found no newer checkpoint than the attempt before."""
 
 
-def refuse_restarts_without_progress(
-    folder: Path, newest_step: int | None, limit: int, environment: RestartEnvironment, logger: logging.Logger
+def count_restart(
+    participants: Participants,
+    folder: Path,
+    newest_step: int | None,
+    limit: int,
+    limit_name: str,
+    logger: logging.Logger,
 ) -> None:
     """Count a start of the job, and refuse it if too many restarts in a row have found no newer checkpoint.
 
-    Does nothing where nobody restarts jobs. One rank calls it, for all.
+    Does nothing where nobody restarts jobs. All ranks must call it; blocks.
 
     Args:
-        folder: Of the checkpoints of the run.
-        newest_step: Step of the newest checkpoint; None: there is none.
+        participants: All ranks.
+        folder: Of the checkpoints of the run; that of the first rank counts.
+        newest_step: Step of the newest checkpoint; None: there is none. That of the first rank counts.
         limit: Restarts in a row without progress that are allowed.
-        environment: Which attempt this is.
+        limit_name: What the limit is called, for the error.
         logger: Told of restarts.
 
     Raises:
         RuntimeError: It was restarted too often without getting any further.
         OSError: The count cannot be written.
     """
-    if environment.max_restarts == 0:
-        return
+    with participants.failing_together():
+        environment, is_first_of_node = RestartEnvironment.read(), LaunchEnvironment.read().local_rank == 0
+    # Each node counts the failures of its own processes.
+    counts = participants.gather(environment.attempt if is_first_of_node else 0)
+    with participants.failing_together():
+        if participants.rank == 0 and environment.max_restarts > 0:
+            environment = dataclasses.replace(environment, attempt=sum(counts))
+            _refuse_without_progress(folder, newest_step, limit, limit_name, environment, logger)
+
+
+def _refuse_without_progress(
+    folder: Path,
+    newest_step: int | None,
+    limit: int,
+    limit_name: str,
+    environment: RestartEnvironment,
+    logger: logging.Logger,
+) -> None:
     before = _read(folder / RECORD_NAME)
     num_without_progress = 0
     if before is not None and before.run_id == environment.run_id and before.attempt < environment.attempt:
@@ -58,8 +82,8 @@ def refuse_restarts_without_progress(
     if num_without_progress > limit:
         raise RuntimeError(
             f"the job was restarted {num_without_progress} times in a row without a newer checkpoint ({reached}), so it fails at "
-            f"the same place each time: see the first error of each attempt. Mend that and start the job again, save more often "
-            f"(checkpointing.period_steps), or allow more restarts (checkpointing.max_restarts_without_progress, now {limit})."
+            f"the same place each time: see the first error of each attempt. Mend that and start the job again, save more "
+            f"often, or allow more restarts ({limit_name}, now {limit})."
         )
 
 

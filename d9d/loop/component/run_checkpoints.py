@@ -6,9 +6,8 @@ import torch.distributed as dist
 
 from d9d.checkpoint import CheckpointFolder, OnCorrupt, SavedCheckpoint, find_checkpoint
 from d9d.core.dist_context import DistributedContext
-from d9d.core.launch import RestartEnvironment
 from d9d.core.participants import Participants
-from d9d.loop.component.restarts import refuse_restarts_without_progress
+from d9d.loop.component.restarts import count_restart
 from d9d.loop.config import CheckpointingConfig, StepActionSpecial
 
 __all__ = ["STATE_KEY", "RunCheckpoints"]
@@ -85,12 +84,11 @@ class RunCheckpoints:
         if not self._saves:
             return  # nothing tells how far the job has come
         newest = self.newest()
-        with self.participants.failing_together():
-            if self.participants.rank == 0:
-                refuse_restarts_without_progress(
-                    self.save_dir,
-                    None if newest is None else newest.step,
-                    self._max_restarts_without_progress,
-                    RestartEnvironment.read(),
-                    self._logger,
-                )
+        count_restart(
+            self.participants,
+            self.save_dir,
+            None if newest is None else newest.step,
+            self._max_restarts_without_progress,
+            "checkpointing.max_restarts_without_progress",
+            self._logger,
+        )

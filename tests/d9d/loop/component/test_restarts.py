@@ -4,19 +4,41 @@ import logging
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from d9d.core.dist_context import DeviceMeshParameters
 from d9d.core.launch import RestartEnvironment
-from d9d.loop.component.restarts import RECORD_NAME, refuse_restarts_without_progress
+from d9d.core.participants import Participants
+from d9d.loop.component.restarts import RECORD_NAME, count_restart
 from d9d.loop.component.run_checkpoints import RunCheckpoints
 from d9d.loop.config import CheckpointingConfig
 
 LOGGER = logging.getLogger(__name__)
 
 
-def start(folder: Path, attempt: int, step: int | None, *, limit: int = 3, run_id: str = "a") -> None:
-    environment = RestartEnvironment(run_id=run_id, attempt=attempt, max_restarts=100)
-    refuse_restarts_without_progress(folder, step, limit, environment, LOGGER)
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def start(
+    folder: Path,
+    attempt: int,
+    step: int | None,
+    *,
+    limit: int = 3,
+    run_id: str = "a",
+    ranks: Participants | None = None,
+    **variables: str,
+) -> None:
+    elastic = {"RUN_ID": run_id, "RESTART_COUNT": str(attempt), "MAX_RESTARTS": "100"}
+    with pytest.MonkeyPatch.context() as environment:
+        for name, value in {f"TORCHELASTIC_{name}": value for name, value in elastic.items()}.items():
+            environment.setenv(name, value)
+        for name, value in variables.items():
+            environment.setenv(name, value)
+        count_restart(ranks or Participants(), folder, step, limit, "max_restarts", LOGGER)
 
 
 @pytest.mark.parametrize("step", [None, 40])
@@ -49,7 +71,7 @@ def test_a_job_that_is_started_again_by_hand_has_all_its_restarts(tmp_path: Path
 def test_no_restart_may_be_without_progress(tmp_path: Path):
     start(tmp_path, 0, 5, limit=0)
     start(tmp_path, 1, 6, limit=0)
-    with pytest.raises(RuntimeError, match="max_restarts_without_progress, now 0"):
+    with pytest.raises(RuntimeError, match=r"\(max_restarts, now 0\)"):
         start(tmp_path, 2, 6, limit=0)
 
 
@@ -58,10 +80,19 @@ def test_a_damaged_count_is_begun_anew(tmp_path: Path):
     start(tmp_path, 2, None, limit=0)
 
 
-def test_nothing_is_written_where_nobody_restarts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    for name in ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"):
-        monkeypatch.delenv(name, raising=False)
-    refuse_restarts_without_progress(tmp_path, None, 0, RestartEnvironment.read(), LOGGER)
+@pytest.mark.world_size(2)
+def test_failures_of_each_node_count(tmp_path: Path):
+    """Two nodes of one process, whose agents restart both whenever one fails, and count those of their own alone."""
+    group = dist.group.WORLD
+    assert group is not None
+    for counts in ((0, 0), (0, 1), (0, 2), (1, 2)):
+        start(tmp_path, counts[group.rank()], None, ranks=Participants([group]), LOCAL_RANK="0")
+    with pytest.raises(RuntimeError, match="restarted 4 times in a row"):
+        start(tmp_path, (2, 2)[group.rank()], None, ranks=Participants([group]), LOCAL_RANK="0")
+
+
+def test_nothing_is_written_where_nobody_restarts(tmp_path: Path):
+    count_restart(Participants(), tmp_path, None, 0, "max_restarts", LOGGER)
     assert list(tmp_path.iterdir()) == []
 
 
