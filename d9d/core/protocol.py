@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import Any, Protocol, runtime_checkable
 
+from d9d.core.dist_context import DeviceMeshParameters
 from d9d.core.types import MicrobatchPack, PyTree
 
 # State dicts hold whatever their owner saves, hence Any.
@@ -105,4 +106,13 @@ class HandsOnTokens(Protocol):
         Args:
             num_parts: Number of tensor-parallel ranks that a sequence is cut over between blocks.
         """
+        ...
+
+
+@runtime_checkable
+class ChecksMesh(Protocol):
+    """A part of a job, such as a data provider, that can tell early whether it fits a mesh."""
+
+    def mesh_problems(self, mesh: DeviceMeshParameters) -> list[str]:
+        """Return what does not fit, each with its numbers and a way to mend it. Not collective."""
         ...

@@ -45,7 +45,7 @@ from d9d.module.model.qwen3_moe import (
     mapper_from_huggingface_qwen3_moe_for_causal_lm,
     mapper_to_huggingface_qwen3_moe_for_causal_lm,
 )
-from d9d.module.parallelism.model import parallelize_qwen3_moe_model
+from d9d.module.parallelism.model import decoder_mesh_problems, parallelize_qwen3_moe_model
 
 RUNS = Path("runs") / "finetune_hf"
 SOURCE, TUNED = RUNS / "source", RUNS / "tuned"
@@ -117,6 +117,10 @@ class Task(TrainTask):
 
 
 class Provider(ModelProvider):
+    # Called before the ranks are connected: heads, experts or layers that they can not share evenly.
+    def mesh_problems(self, mesh: DeviceMeshParameters, num_stages: int) -> list[str]:
+        return decoder_mesh_problems(PARAMS, mesh, num_stages)
+
     def initialize_model_stage(self, context: InitializeModelStageContext) -> InitializeModelStageResult:
         backbone = Qwen3MoEModel(PARAMS, context.stage, HiddenStatesAggregationMode.no, enable_checkpointing=False)
         mapper = mapper_from_huggingface_qwen3_moe_for_causal_lm(PARAMS, FORMAT)

@@ -40,7 +40,7 @@ from d9d.module.block.moe import MoELayer, RouterLossParameters
 from d9d.module.model import DecoderForCausalLM
 from d9d.module.model.io import SequenceHeadShared, SequenceInput, SequenceShared
 from d9d.module.model.qwen3_moe import Qwen3MoEModel, Qwen3MoEParameters
-from d9d.module.parallelism.model import parallelize_qwen3_moe_model
+from d9d.module.parallelism.model import decoder_mesh_problems, parallelize_qwen3_moe_model
 
 
 class LanguageModelTask(TrainTask):
@@ -66,6 +66,10 @@ class Qwen3Provider(ModelProvider):
     def __init__(self, params: Qwen3MoEParameters, router_losses: RouterLossParameters):
         self._params = params
         self._router_losses = router_losses
+
+    # Called before the ranks are connected: heads, experts or layers that they can not share evenly.
+    def mesh_problems(self, mesh: DeviceMeshParameters, num_stages: int) -> list[str]:
+        return decoder_mesh_problems(self._params, mesh, num_stages)
 
     # Called once for each stage that this rank hosts.
     def initialize_model_stage(self, context: InitializeModelStageContext) -> InitializeModelStageResult:

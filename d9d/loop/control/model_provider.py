@@ -7,7 +7,7 @@ from typing import Generic, TypeVar
 
 from torch import nn
 
-from d9d.core.dist_context import DistributedContext
+from d9d.core.dist_context import DeviceMeshParameters, DistributedContext
 from d9d.core.types import ScalarTree
 from d9d.loop.event import EventBus
 from d9d.model_state.mapper import ModelStateMapper
@@ -138,6 +138,17 @@ class ModelProvider(abc.ABC, Generic[TModel]):
         raise NotImplementedError(
             f"{type(self).__name__} cannot export its model: implement prepare_export_model_stage()."
         )
+
+    def mesh_problems(self, mesh: DeviceMeshParameters, num_stages: int) -> list[str]:
+        """Return why the model does not fit a mesh, each with its numbers and a way to mend it. Default: nothing is checked.
+
+        Called before any process group exists. For models of the catalogue, `decoder_mesh_problems` knows it.
+
+        Args:
+            mesh: Parallelism degrees.
+            num_stages: Number of stages that the pipeline has; 1 without one.
+        """
+        return []
 
     # Empty on purpose, and not abstract: a provider overrides it when it needs it.
     def register_events(self, context: RegisterModelEventsContext) -> None:

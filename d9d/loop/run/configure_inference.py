@@ -89,7 +89,7 @@ class InferenceConfigurator:
             ValueError: With all problems of the configuration, before any process group exists.
         """
         with recording_errors():
-            context, timeouts = start_job(self._mesh, self._config, self._data_provider)
+            context, timeouts = start_job(self._mesh, self._config, self._model_provider, self._data_provider)
         with watching(context):
             return self._configure(context, timeouts)
 

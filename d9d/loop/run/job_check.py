@@ -2,13 +2,15 @@
 
 import tempfile
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Any
 
 from d9d.checkpoint.folder import make_folder
 from d9d.core.dist_context import DeviceMeshParameters
 from d9d.core.launch import LaunchEnvironment
+from d9d.core.protocol import ChecksMesh
 from d9d.internals.model_states import source_problems
 from d9d.loop.config import InferenceConfig, StepActionSpecial, TrainerConfig
+from d9d.loop.control import ModelProvider
 from d9d.pipelining.factory import (
     PipelineScheduleInferenceConfig,
     build_program_builder_from,
@@ -16,21 +18,18 @@ from d9d.pipelining.factory import (
 from d9d.pipelining.programs import splits_backward
 
 
-@runtime_checkable
-class ChecksMesh(Protocol):
-    """A part of a job, such as a data provider, that can tell early whether it fits a mesh."""
-
-    def mesh_problems(self, mesh: DeviceMeshParameters) -> list[str]:
-        """Return what does not fit, each with its numbers and a way to mend it. Not collective."""
-        ...
-
-
-def refuse_problems(mesh: DeviceMeshParameters, config: TrainerConfig | InferenceConfig, data_provider: object) -> None:
+def refuse_problems(
+    mesh: DeviceMeshParameters,
+    config: TrainerConfig | InferenceConfig,
+    model_provider: ModelProvider[Any],  # Any: only the job knows its model
+    data_provider: object,
+) -> None:
     """Refuse a job that cannot run.
 
     Args:
         mesh: Parallelism degrees.
         config: Settings of the loop.
+        model_provider: Says whether its model fits.
         data_provider: Checked if it is a `ChecksMesh`.
 
     Raises:
@@ -55,6 +54,7 @@ def refuse_problems(mesh: DeviceMeshParameters, config: TrainerConfig | Inferenc
     source = config.model_stage_factory.source_checkpoint
     if source is not None:
         problems.extend(source_problems(f"{root}.model_stage_factory.source_checkpoint", source))
+    problems.extend(model_provider.mesh_problems(mesh, _num_stages(mesh, config)))
     if isinstance(data_provider, ChecksMesh):
         problems.extend(data_provider.mesh_problems(mesh))
     if not problems and config.checkpointing.period_steps != StepActionSpecial.disable:
@@ -64,6 +64,12 @@ def refuse_problems(mesh: DeviceMeshParameters, config: TrainerConfig | Inferenc
         problems.extend(_directory_problems(f"{root}.checkpointing.save_dir", of_run, share_with_group))
     if problems:
         raise ValueError("The job cannot run as it is configured:\n" + "\n".join(f"- {text}" for text in problems))
+
+
+def _num_stages(mesh: DeviceMeshParameters, config: TrainerConfig | InferenceConfig) -> int:
+    if not mesh.has_pipeline_parallel or isinstance(config, InferenceConfig):
+        return mesh.pipeline_parallel
+    return mesh.pipeline_parallel * build_program_builder_from(config.pipelining.schedule).num_stages_per_rank
 
 
 def _pipeline_problems(config: TrainerConfig) -> list[str]:

@@ -1,5 +1,7 @@
 """What all decoders have in common, as a config."""
 
+import abc
+import dataclasses
 from typing import Annotated, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
@@ -20,6 +22,7 @@ __all__ = [
     "LinearRopeScalingConfig",
     "Llama3RopeScalingConfig",
     "NtkRopeScalingConfig",
+    "SharedCounts",
     "YarnRopeScalingConfig",
     "build_rope_scaling",
 ]
@@ -112,7 +115,22 @@ def build_rope_scaling(config: AnyRopeScalingConfig | None) -> RopeScaling:
             )
 
 
-class DecoderParameters(BaseModel):
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SharedCounts:
+    """What a model has a number of, that ranks must be able to share evenly.
+
+    Attributes:
+        num_heads: Query heads of a layer.
+        num_kv_heads: Key and value heads of a layer.
+        num_experts: Experts of a layer, but for shared ones; None if no layer has any.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    num_experts: int | None = None
+
+
+class DecoderParameters(BaseModel, abc.ABC):
     """Describes a decoder but for its layers, which each model describes itself."""
 
     model_config = ConfigDict(extra="forbid")
@@ -135,6 +153,10 @@ class DecoderParameters(BaseModel):
     """How many layers the work of the embeddings counts for, when layers are distributed over pipeline stages."""
     pipeline_num_virtual_layers_post: NonNegativeInt = 0
     """The same for the heads."""
+
+    @abc.abstractmethod
+    def shared_counts(self) -> SharedCounts:
+        """Return what of the model ranks must be able to share evenly."""
 
 
 class GroupedQueryLayerParameters(BaseModel):

@@ -17,7 +17,7 @@ from d9d.module.block.moe import (
 from d9d.module.block.positional import RotaryEmbeddingStyle
 from d9d.module.block.positional.scaling import yarn_mscale
 from d9d.module.model.decoder import Decoder, DecoderLayer
-from d9d.module.model.parameters import DecoderParameters, YarnRopeScalingConfig
+from d9d.module.model.parameters import DecoderParameters, SharedCounts, YarnRopeScalingConfig
 from d9d.module.recompute import SelectiveCheckpointing
 from d9d.pipelining.api import PipelineStageInfo
 
@@ -77,6 +77,15 @@ class DeepSeekV3Parameters(DecoderParameters):
     """Its layers."""
     num_dense_layers: NonNegativeInt
     """How many of the first layers have no experts."""
+
+    def shared_counts(self) -> SharedCounts:
+        """Return the numbers of heads, each of which has a key and a value of its own, and experts."""
+        has_experts = self.num_dense_layers < self.num_hidden_layers
+        return SharedCounts(
+            num_heads=self.layer.num_attention_heads,
+            num_kv_heads=self.layer.num_attention_heads,
+            num_experts=self.layer.num_experts if has_experts else None,
+        )
 
 
 class DeepSeekV3Layer(DecoderLayer):

@@ -6,7 +6,7 @@ from d9d.module.block.ffn import SwiGLU
 from d9d.module.block.hidden_states_aggregator import HiddenStatesAggregationMode
 from d9d.module.block.positional import RotaryEmbeddingStyle
 from d9d.module.model.decoder import Decoder, DecoderLayer, build_grouped_query_attention
-from d9d.module.model.parameters import DecoderParameters, GroupedQueryLayerParameters
+from d9d.module.model.parameters import DecoderParameters, GroupedQueryLayerParameters, SharedCounts
 from d9d.module.recompute import SelectiveCheckpointing
 from d9d.pipelining.api import PipelineStageInfo
 
@@ -27,6 +27,10 @@ class Qwen3DenseParameters(DecoderParameters):
 
     layer: Qwen3DenseLayerParameters
     """Its layers, which are all alike."""
+
+    def shared_counts(self) -> SharedCounts:
+        """Return the numbers of heads."""
+        return SharedCounts(num_heads=self.layer.num_attention_heads, num_kv_heads=self.layer.num_key_value_heads)
 
 
 class Qwen3DenseLayer(DecoderLayer):

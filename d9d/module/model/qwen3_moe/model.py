@@ -6,7 +6,7 @@ from d9d.module.block.hidden_states_aggregator import HiddenStatesAggregationMod
 from d9d.module.block.moe import MoELayer
 from d9d.module.block.positional import RotaryEmbeddingStyle
 from d9d.module.model.decoder import Decoder, DecoderLayer, build_grouped_query_attention
-from d9d.module.model.parameters import DecoderParameters, GroupedQueryLayerParameters
+from d9d.module.model.parameters import DecoderParameters, GroupedQueryLayerParameters, SharedCounts
 from d9d.module.recompute import SelectiveCheckpointing
 from d9d.pipelining.api import PipelineStageInfo
 
@@ -33,6 +33,14 @@ class Qwen3MoEParameters(DecoderParameters):
 
     layer: Qwen3MoELayerParameters
     """Its layers, which are all alike."""
+
+    def shared_counts(self) -> SharedCounts:
+        """Return the numbers of heads and experts."""
+        return SharedCounts(
+            num_heads=self.layer.num_attention_heads,
+            num_kv_heads=self.layer.num_key_value_heads,
+            num_experts=self.layer.num_experts,
+        )
 
 
 class Qwen3MoELayer(DecoderLayer):

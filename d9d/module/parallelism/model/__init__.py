@@ -8,8 +8,10 @@ from .decoder import (
     parallelize_qwen3_moe_model,
 )
 from .head import parallelize_causal_lm_head, parallelize_classification_head, parallelize_embedding_head
+from .mesh_check import decoder_mesh_problems
 
 __all__ = [
+    "decoder_mesh_problems",
     "parallelize_causal_lm_head",
     "parallelize_classification_head",
     "parallelize_decoder",

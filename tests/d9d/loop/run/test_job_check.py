@@ -1,10 +1,13 @@
 """All problems of a configuration come in one error, before any process group exists."""
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from d9d.core.dist_context import DeviceMeshParameters
-from tests.d9d.loop.run.regression_job import build_job
+from d9d.module.parallelism.model import decoder_mesh_problems
+from tests.d9d.loop.run.regression_job import Provider, build_job
+from tests.d9d.module.model.catalogue import CATALOGUE
 
 
 def test_all_problems_come_at_once_and_early(tmp_path):
@@ -82,3 +85,30 @@ def test_the_best_checkpoint_by_loss_is_kept(tmp_path):
     losses = job.losses()  # after a step, of the batch of that step
     smallest = min(losses, key=losses.__getitem__)
     assert {path.name for path in (tmp_path / "saved" / "job").iterdir()} == {f"save-{smallest}", "save-6"}
+
+
+class UnevenProvider(Provider):
+    """Says what its model, of the catalogue, does not fit."""
+
+    def mesh_problems(self, mesh: DeviceMeshParameters, num_stages: int) -> list[str]:
+        return decoder_mesh_problems(CATALOGUE["qwen3 moe"].params(False), mesh, num_stages)
+
+
+def test_heads_experts_and_layers_are_checked_early(tmp_path):
+    """Of a mesh of 4 x 3 x 3 ranks: 4 and 2 heads, 4 experts, and 2 + 2 layers in two stages on each rank."""
+    mesh = DeviceMeshParameters(pipeline_parallel=4, data_parallel_shard=3, tensor_parallel=3, expert_parallel=3)
+    overrides = {"pipelining": {"schedule": {"schedule": "zero_bubble_v"}}}
+    provider = UnevenProvider(torch.float64, 0.0)
+    with pytest.raises(ValueError, match="cannot run as it is configured") as caught:
+        build_job(mesh, tmp_path, overrides=overrides, model_provider=provider)
+    text = str(caught.value)
+    for part in (
+        "needs 36 processes",
+        "4 query heads and 2 key and value heads can not be shared evenly by tensor_parallel = 3 ranks",
+        "Set tensor_parallel to one of 1, 2",
+        "4 experts can not be shared evenly by 3 ranks. Set expert_parallel to one of 1, 2, 4",
+        "cannot fill 8 stages: use at most 4 stages",
+        "Use 12 or 18",
+    ):
+        assert part in text, part
+    assert not dist.is_initialized()
