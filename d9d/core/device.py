@@ -63,6 +63,12 @@ def synchronize(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
+def release_cached_memory(device: torch.device) -> None:
+    """Give memory of the device that torch holds but does not use back to other processes. Does nothing on CPU."""
+    if device.type != "cpu":
+        torch.accelerator.empty_cache()
+
+
 def accumulator_dtype(device: torch.device) -> torch.dtype:
     """Return the widest floating point type of the device, for sums that must stay exact beyond 2**24."""
     return torch.float32 if device.type == "mps" else torch.float64

@@ -193,9 +193,13 @@ class GradientSynchronizer:
     @torch.no_grad()
     def scale_grads(self, factor: torch.Tensor) -> None:
         """Multiply all gradients by a scalar tensor on their device."""
-        tensors = [bucket.payload for bucket in self._buckets] + _local_gradients_of(self._unbucketed)
+        tensors = self.memory()
         if tensors:
             torch._foreach_mul_(tensors, factor)
+
+    def memory(self) -> list[torch.Tensor]:
+        """Return the local tensors that hold all gradients, which share memory with those of the parameters."""
+        return [bucket.payload for bucket in self._buckets] + _local_gradients_of(self._unbucketed)
 
     def zero_grad(self) -> None:
         """Clear all gradients: the buckets are zeroed, all others become None. The next pack starts like the last."""

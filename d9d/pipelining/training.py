@@ -3,14 +3,18 @@
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
+import torch
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
 
+from d9d.core.offload import MovableMemory, Offloadable, OffloadContext, OnloadContext
 from d9d.core.protocol import LRSchedulerProtocol, OptimizerProtocol
+from d9d.core.pytree import tree_leaves
 
 TStage = TypeVar("TStage")
 
 
-class PipelinedOptimizer(OptimizerProtocol):
+class PipelinedOptimizer(OptimizerProtocol, Offloadable):
     """Steps the optimizers of all stages of this rank."""
 
     def __init__(self, mesh_pp: DeviceMesh | None, optimizers: Sequence[OptimizerProtocol]) -> None:
@@ -22,6 +26,7 @@ class PipelinedOptimizer(OptimizerProtocol):
         """
         self._pp_rank = 0 if mesh_pp is None else mesh_pp.get_local_rank()
         self._optimizers = list(optimizers)
+        self._memory = MovableMemory()
 
     @property
     def by_stage(self) -> dict[str, OptimizerProtocol]:
@@ -37,6 +42,22 @@ class PipelinedOptimizer(OptimizerProtocol):
         """Clear the gradients of all stages."""
         for optimizer in self._optimizers:
             optimizer.zero_grad()
+
+    def offload(self, ctx: OffloadContext) -> None:
+        """Move the states to the host. Optimizers can not step until `onload`.
+
+        Raises:
+            NotImplementedError: If an optimizer is none of torch, so that its state is not known.
+        """
+        self._memory.offload([tensor for optimizer in self._optimizers for tensor in _state_tensors(optimizer)], ctx)
+
+    def onload(self, ctx: OnloadContext) -> None:
+        """Bring the states back."""
+        self._memory.onload(ctx)
+
+    def is_offloaded(self) -> bool:
+        """Tell whether the states are on the host."""
+        return self._memory.is_offloaded
 
     # Any: state dicts hold what their owners choose.
     def state_dict(self) -> dict[str, Any]:
@@ -79,3 +100,12 @@ class PipelinedLRScheduler(LRSchedulerProtocol):
 
 def _by_stage(pp_rank: int, stages: Sequence[TStage]) -> dict[str, TStage]:
     return {f"pp_{pp_rank}_stage_{index}": stage for index, stage in enumerate(stages)}
+
+
+def _state_tensors(optimizer: OptimizerProtocol) -> list[torch.Tensor]:
+    if not isinstance(optimizer, Optimizer):
+        raise NotImplementedError(
+            f"the state of {type(optimizer).__name__} is not known, so that it can not be offloaded. Make it a subclass of "
+            f"torch.optim.Optimizer."
+        )
+    return [leaf for leaf in tree_leaves(list(optimizer.state.values())) if isinstance(leaf, torch.Tensor)]

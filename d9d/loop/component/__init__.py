@@ -22,6 +22,7 @@ from d9d.loop.component.optimizer_factory import OptimizerFactory
 from d9d.loop.component.pipeline_state import PipelineStateHandler
 from d9d.loop.component.preemption import PreemptionWatch
 from d9d.loop.component.profiler import JobProfiler
+from d9d.loop.component.sleeper import TrainSleeper
 from d9d.loop.component.task_operator import TrainTaskOperator
 from d9d.loop.component.timeouts import TimeoutManager
 from d9d.loop.component.tracked_modules import TrackedModules
@@ -49,6 +50,7 @@ __all__ = [
     "TimeoutManager",
     "TrackedModules",
     "TrackerWriter",
+    "TrainSleeper",
     "TrainTaskOperator",
     "UpdateGuard",
     "build_device_pack_stream",

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from d9d.core.device import HostCopy, accumulator_dtype, join_stream, side_stream
 from d9d.core.dist_context import DistributedContext
+from d9d.core.offload import MovableMemory, Offloadable, OffloadContext, OnloadContext
 from d9d.core.placement import compute_leaf, is_sharded, trainable
 from d9d.core.side_loss import LOSS_SCALE
 from d9d.internals.fsdp_accumulation import FsdpAccumulation
@@ -21,7 +22,7 @@ from d9d.loop.component.tracked_modules import TrackedModules
 from d9d.loop.config import GradientManagerConfig
 
 
-class GradientManager:
+class GradientManager(Offloadable):
     """Accumulates, sums and scales the gradients of a pack.
 
     The loss of a step is ``sum(loss * weight) / sum(weight)`` over all microbatches of all ranks. Backward passes start
@@ -60,6 +61,7 @@ class GradientManager:
         ]
         self._num_microbatches = 0
         self._num_losses = 0
+        self._has_begun = False
         self._is_weighted = False
         self._loss_weights: Sequence[torch.Tensor | None] = ()
         # Loss sum and weight sum of this rank, then of the job, in one tensor for one collective.
@@ -69,6 +71,7 @@ class GradientManager:
         self._work: dist.Work | None = None
         self._stream: torch.Stream | None = None
         self._host_totals: HostCopy | None = None
+        self._memory = MovableMemory()
 
     @contextlib.contextmanager
     def install(self) -> Generator[None]:
@@ -119,6 +122,7 @@ class GradientManager:
             loss_weights: What each of them counts for, where that is known; see [Note: the scale of side losses].
         """
         self._num_microbatches = require_accumulations
+        self._has_begun = True
         self._loss_weights = loss_weights
         self._synchronizer.set_required_accumulations(0)
         for fsdp in self._fsdp:
@@ -247,7 +251,27 @@ class GradientManager:
     @property
     def has_in_flight_gradients(self) -> bool:
         """Whether a step has begun to accumulate gradients and not been cleared."""
-        return self._num_losses > 0
+        return self._has_begun
+
+    def offload(self, ctx: OffloadContext) -> None:
+        """Move the memory of gradients to the host.
+
+        Raises:
+            RuntimeError: In the middle of a step, when gradients may be on their way to other ranks.
+        """
+        if self.has_in_flight_gradients:
+            raise RuntimeError("gradients can not be offloaded in the middle of a step. Do it between two steps.")
+        holders = [holder for group in self._parameters for one in group for holder in (one, compute_leaf(one))]
+        gradients = [holder.grad for holder in holders if holder.grad is not None]
+        self._memory.offload([*self._synchronizer.memory(), *gradients], ctx)
+
+    def onload(self, ctx: OnloadContext) -> None:
+        """Bring the memory of gradients back."""
+        self._memory.onload(ctx)
+
+    def is_offloaded(self) -> bool:
+        """Tell whether the memory of gradients is on the host."""
+        return self._memory.is_offloaded
 
     def zero_grad(self) -> None:
         """Clear gradients, losses and weights for the next step, once the parameters are updated."""
@@ -261,6 +285,7 @@ class GradientManager:
         self._totals = torch.zeros_like(self._totals)
         self._loss_sum, self._weight_sum = self._totals.unbind()
         self._num_losses = 0
+        self._has_begun = False
         self._is_weighted = False
         self._work, self._stream, self._host_totals = None, None, None
 

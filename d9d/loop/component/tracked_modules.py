@@ -7,13 +7,16 @@ from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 
 from d9d.core.dist_context import REGULAR_DOMAIN, DistributedContext
+from d9d.core.fsdp_internals import fsdp_units, show_shards
+from d9d.core.offload import MovableMemory, Offloadable, OffloadContext, OnloadContext
+from d9d.core.placement import compute_leaf
 from d9d.internals.tied_parameters import TiedParameters
 
 StatefulPredicate = Callable[[str, nn.Module], bool]
 """Tells whether a checkpoint holds the entry of this name in a stage's state dict."""
 
 
-class TrackedModules(Stateful):
+class TrackedModules(Stateful, Offloadable):
     """Model stages that this rank hosts, in stage order."""
 
     def __init__(
@@ -35,6 +38,7 @@ class TrackedModules(Stateful):
         self._ties = ties or TiedParameters()
         self._predicate = stateful_predicate
         self._pp_rank = dist_context.mesh_for(REGULAR_DOMAIN).get_local_rank("pp") if dist_context.is_distributed else 0
+        self._memory = MovableMemory()
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -50,6 +54,22 @@ class TrackedModules(Stateful):
     def is_saved(self) -> StatefulPredicate:
         """Chooses the entries that checkpoints hold."""
         return self._predicate
+
+    def offload(self, ctx: OffloadContext) -> None:
+        """Move parameters and buffers to the host. Modules can not be called until `onload`."""
+        for module in self._modules:
+            show_shards(fsdp_units(module))
+        parameters = [parameter for module in self._modules for parameter in module.parameters()]
+        buffers = [buffer for module in self._modules for buffer in module.buffers()]
+        self._memory.offload([*parameters, *map(compute_leaf, parameters), *buffers], ctx)
+
+    def onload(self, ctx: OnloadContext) -> None:
+        """Bring parameters and buffers back."""
+        self._memory.onload(ctx)
+
+    def is_offloaded(self) -> bool:
+        """Tell whether parameters and buffers are on the host."""
+        return self._memory.is_offloaded
 
     def state_dict(self) -> dict[str, Any]:
         """Return references to the tensors of each stage, under ``pp_<rank>_stage_<index>``."""

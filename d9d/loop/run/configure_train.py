@@ -26,6 +26,7 @@ from d9d.loop.component import (
     StateCheckpointer,
     TimeoutManager,
     TrackedModules,
+    TrainSleeper,
     TrainTaskOperator,
     UpdateGuard,
     build_device_pack_stream,
@@ -230,6 +231,7 @@ class TrainingConfigurator:
             ),
             preemption=PreemptionWatch(context, config.preemption),
             exporter=ModelStageExporter(self._model_provider, modules, context),
+            sleeper=TrainSleeper(context, modules, optimizer, gradient_manager, bus),
         )
 
 

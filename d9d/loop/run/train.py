@@ -28,6 +28,7 @@ from d9d.loop.component import (
     StateCheckpointer,
     TimeoutManager,
     TrackedModules,
+    TrainSleeper,
     TrainTaskOperator,
     UpdateGuard,
 )
@@ -82,6 +83,7 @@ class TrainJobState:
     checkpointed: CheckpointedState
     exporter: ModelStageExporter
     preemption: PreemptionWatch
+    sleeper: TrainSleeper
 
 
 class Trainer:
@@ -97,9 +99,11 @@ class Trainer:
         All ranks must call it. A job that is complete already returns at once.
 
         Raises:
-            RuntimeError: If the data ends before the last step, or ``gradient_manager`` ends the job by its config.
+            RuntimeError: If the data ends before the last step, or ``gradient_manager`` ends the job by its config, or the
+                job sleeps.
             PreemptedExit: After a checkpoint was saved, if a signal has told some rank to end.
         """
+        self._state.sleeper.refuse_asleep("train()")
         with self._state.preemption.ending_process(), watching(self._state.dist_context) as watch:
             self._train(watch)
 
@@ -126,6 +130,7 @@ class Trainer:
             step_context = EventStepContext(schedule=job.schedule)
             while job.schedule.current_step < job.schedule.total_steps and not job.preemption.stops_job():
                 self._step(packs, step_context)
+                job.sleeper.refuse_asleep("the loop")
                 job.checkpointer.checkpoint_if_needed(job.checkpointed)
                 if profiler is not None:
                     profiler.step()
@@ -192,24 +197,31 @@ class Trainer:
             ) from None
 
     def sleep(self, tags: Iterable[SleepTag] = DEFAULT_SLEEP_TAGS) -> None:
-        """Give up device memory between steps. Not available yet.
+        """Give up device memory, so that other work on the same devices can have it; see `TrainSleeper`.
+
+        Before or after `train`, or in handlers of events between two steps, which must wake the job before they return to
+        the loop. All ranks should call it, but none waits for another.
+
+        Args:
+            tags: What to give up.
 
         Raises:
-            NotImplementedError: Always.
+            NotImplementedError: For communicators.
+            RuntimeError: In the middle of a step.
         """
-        raise NotImplementedError("Trainer.sleep and Trainer.wake arrive with a later release.")
+        self._state.sleeper.sleep(tags)
 
     def wake(self, tags: Iterable[SleepTag] = DEFAULT_SLEEP_TAGS) -> None:
-        """Take back what `sleep` gave up. Not available yet.
+        """Take back what `sleep` gave up, with the same values.
 
-        Raises:
-            NotImplementedError: Always.
+        Args:
+            tags: What to take back; what is not given up is left out.
         """
-        raise NotImplementedError("Trainer.sleep and Trainer.wake arrive with a later release.")
+        self._state.sleeper.wake(tags)
 
     def is_sleeping(self, tag: SleepTag) -> bool:
-        """Tell whether something is given up, which it never is yet."""
-        return False
+        """Tell whether something is given up."""
+        return self._state.sleeper.is_sleeping(tag)
 
     def export(
         self,
@@ -240,8 +252,10 @@ class Trainer:
         Raises:
             FileNotFoundError: If there is no checkpoint.
             NotImplementedError: If the model provider has no export.
+            RuntimeError: If the job sleeps.
         """
         job = self._state
+        job.sleeper.refuse_asleep("export()")
         if load_checkpoint and not job.checkpointer.load_last_checkpoint(job.checkpointed):
             raise FileNotFoundError(
                 f"export: {job.checkpointer.save_dir} holds no checkpoint. Train with checkpointing.period_steps set, or "
