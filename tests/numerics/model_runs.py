@@ -40,6 +40,7 @@ ROUTER_LOSSES = RouterLossParameters(load_balancing=0.1, z_loss=0.01)
 SCHEDULES: dict[str, dict[str, Any]] = {
     "gpipe": {"schedule": "gpipe"},
     "1f1b": {"schedule": "1f1b", "num_stages_per_rank": 1, "zero_bubble": False},
+    "interleaved": {"schedule": "1f1b", "num_stages_per_rank": 2, "zero_bubble": False},
     "zero_bubble_v": {"schedule": "zero_bubble_v"},
 }
 
@@ -75,13 +76,13 @@ def batch_of(step: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class Provider(ModelProvider[DecoderForCausalLM[Any]]):
-    def __init__(self, name: str, dtype: torch.dtype, layout: Layout) -> None:
-        self._name, self._dtype, self._layout = name, dtype, layout
+    def __init__(self, name: str, dtype: torch.dtype, layout: Layout, *, tied: bool = False) -> None:
+        self._name, self._dtype, self._layout, self._tied = name, dtype, layout, tied
 
     def initialize_model_stage(
         self, context: InitializeModelStageContext
     ) -> InitializeModelStageResult[DecoderForCausalLM[Any]]:
-        model = build_stage(self._name, self._dtype, context.stage)
+        model = build_stage(self._name, self._dtype, context.stage, tied=self._tied)
         return InitializeModelStageResult(model=model, state_mapper=identity_mapper_from_module(model))
 
     def parallelize_model_stage(self, context: ParallelizeModelStageContext[DecoderForCausalLM[Any]]) -> None:
@@ -94,8 +95,10 @@ class Provider(ModelProvider[DecoderForCausalLM[Any]]):
         )
 
 
-def build_stage(name: str, dtype: torch.dtype, stage: PipelineStageInfo) -> DecoderForCausalLM[Any]:
-    model = DecoderForCausalLM(CATALOGUE[name].build(False, stage), stage).to(dtype)
+def build_stage(
+    name: str, dtype: torch.dtype, stage: PipelineStageInfo, *, tied: bool = False
+) -> DecoderForCausalLM[Any]:
+    model = DecoderForCausalLM(CATALOGUE[name].build(tied, stage), stage).to(dtype)
     for layer in moe_layers(model):
         layer.use_router_losses(ROUTER_LOSSES)
     return model

@@ -90,6 +90,8 @@ AutoOptimizerConfig: TypeAlias = Annotated[
 class AutoOptimizerProvider(OptimizerProvider):
     """Builds an optimizer of all trainable parameters in one group, fused where the device has such kernels.
 
+    SGD with momentum is never fused: its parameters may get their first gradients in different steps.
+
     Args:
         config: Optimizer and its hyperparameters.
     """
@@ -123,7 +125,9 @@ def _build(config: AutoOptimizerConfig, params: list[nn.Parameter], fused: bool)
         case AdamOptimizerConfig():
             return Adam(params, **config.model_dump(exclude={"name"}), fused=fused)
         case SGDOptimizerConfig():
-            return SGD(params, **config.model_dump(exclude={"name"}), fused=fused)
+            # The fused step fails where some parameters have a momentum and others have none yet, such as those that are
+            # unfrozen by a later job (torch 2.13). Left to choose, torch takes foreach operations on accelerators.
+            return SGD(params, **config.model_dump(exclude={"name"}), fused=None if config.momentum else fused)
         case StochasticAdamWOptimizerConfig():
             state_dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.state_dtype]
             return StochasticAdamW(

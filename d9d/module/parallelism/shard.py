@@ -27,7 +27,8 @@ def parallelize_fsdp(module: nn.Module, mesh: DeviceMesh, *args: Any, **kwargs: 
 
     The module is one FSDP unit: its parameters are gathered before its forward pass and again before its backward
     pass. Those that nested calls have sharded already stay in their own units. FSDP sums gradients over the mesh; the
-    gradient manager divides by the loss weight. A parameter that a rank did not use counts there as a zero gradient.
+    gradient manager divides by the loss weight. A parameter that a rank did not use counts there as a zero gradient, also if
+    no rank used it: its optimizer state begins then, and weight decay moves it. Freeze what is never used.
 
     Args:
         module: Module to change; on the meta device or with values, which must be equal on all ranks of the mesh.

@@ -30,7 +30,21 @@ def build(values: dict, model: nn.Module) -> torch.optim.Optimizer:
 def test_settings_reach_the_optimizer(values, expected):
     (group,) = build(values, nn.Linear(2, 2)).param_groups
     assert {name: group[name] for name in expected} == expected
-    assert group["fused"] is True
+    assert bool(group["fused"]) == ("momentum" not in expected)
+
+
+def test_momentum_may_begin_later():
+    """A parameter that gets its first gradient later, as when it was frozen at first."""
+    model = nn.Linear(1, 1)
+    for parameter in model.parameters():
+        nn.init.zeros_(parameter)
+    optimizer = build({"name": "sgd", "lr": 1.0, "momentum": 0.5}, model)
+    model.weight.grad = torch.tensor([[1.0]])
+    optimizer.step()
+    model.bias.grad = torch.tensor([1.0])
+    optimizer.step()
+    assert model.weight.item() == -1.0 - (1.0 + 0.5)
+    assert model.bias.item() == -1.0
 
 
 def test_sgd_steps_along_the_gradient():

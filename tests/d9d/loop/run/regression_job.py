@@ -34,6 +34,7 @@ from d9d.loop.control import (
     InitializeModelStageContext,
     InitializeModelStageResult,
     ModelProvider,
+    OptimizerProvider,
     ParallelizeModelStageContext,
     TrainTask,
     UpdateMetricsContext,
@@ -45,6 +46,7 @@ from d9d.module.parallelism.api import parallelize_hsdp
 
 NUM_FEATURES = 6
 GLOBAL_BATCH_SIZE = 16
+NUM_SAMPLES = GLOBAL_BATCH_SIZE * 30
 BASE_SEED = 7
 
 
@@ -75,7 +77,7 @@ def collate(samples: Sequence[Batch]) -> Batch:
 
 
 class Model(nn.Module):
-    """Odd sizes, so that shards are uneven; `unused` never takes part."""
+    """Odd sizes, so that shards are uneven."""
 
     def __init__(self, dtype: torch.dtype, dropout: float) -> None:
         super().__init__()
@@ -171,8 +173,8 @@ def build_job(
     weight: WeightFn = unweighted,
     overrides: dict[str, Any] | None = None,
     data_provider: DataProvider | None = None,
-    optimizer: dict[str, Any] | None = None,
-    task_class: type["Task"] | None = None,
+    optimizer: dict[str, Any] | OptimizerProvider | None = None,
+    task_class: Callable[[WeightFn], "Task"] | None = None,
     model_provider: ModelProvider[Any] | None = None,
 ) -> Job:
     config = TrainerConfig.model_validate(
@@ -195,16 +197,20 @@ def build_job(
         "phases": [{"mode": "rest", "target_multiplier": 0.1, "curve": {"type": "linear"}}],
     }
     task = (task_class or Task)(weight)
+    optimizer_provider = (
+        AutoOptimizerProvider(
+            TypeAdapter(AutoOptimizerConfig).validate_python(optimizer or {"name": "adamw", "lr": 0.05})
+        )
+        if optimizer is None or isinstance(optimizer, dict)
+        else optimizer
+    )
     trainer = TrainingConfigurator(
         mesh=mesh,
         parameters=config,
         task_provider=lambda context: task,
         model_provider=model_provider or Provider(dtype, dropout),
-        data_provider=data_provider
-        or AutoDataProvider(lambda context: Data(GLOBAL_BATCH_SIZE * 30, dtype), collate, data),
-        optimizer_provider=AutoOptimizerProvider(
-            TypeAdapter(AutoOptimizerConfig).validate_python(optimizer or {"name": "adamw", "lr": 0.05})
-        ),
+        data_provider=data_provider or AutoDataProvider(lambda context: Data(NUM_SAMPLES, dtype), collate, data),
+        optimizer_provider=optimizer_provider,
         lr_scheduler_provider=AutoLRSchedulerProvider(
             TypeAdapter(AutoLRSchedulerConfig).validate_python({"name": "piecewise", "scheduler": schedule})
         ),
@@ -233,7 +239,7 @@ def plain_losses(
     from 1, that do not update the model.
     """
     model = model or build_model(dtype)
-    data = Data(GLOBAL_BATCH_SIZE * 30, dtype)
+    data = Data(NUM_SAMPLES, dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 - 0.9 * step / total_steps)
     losses: list[float] = []
