@@ -4,9 +4,9 @@ A family says how one of its layers is mapped (`DecoderMapping`), and has all of
 Hugging Face's names, and have an inverse that writes them. They are for the whole model, or for one stage of it.
 
 [Note: mappers of a family]
-What differs between families are the arguments that describe a model. So a family has functions that take these and return a
-`DecoderMapping`: of a model without heads, with a head, and with one that gives vectors. `loading` and `exporting` make its
-mappers of them, which take the same arguments.
+What differs between families is how layers are mapped, and what describes a model: its parameters (`DenseFamily`), or also how
+files hold its experts (`MixtureFamily`). Both describe a model without heads, with a head, and with one that gives vectors as a
+`DecoderMapping`. `loading` and `exporting` make the mappers of a family of these, which take the same arguments.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Final, ParamSpec
+from typing import Final, Generic, ParamSpec, TypeAlias, TypeVar
 
 from d9d.model_state.mapper import ModelStateMapper
 from d9d.model_state.mapper.adapters import identity_mapper_from_names
@@ -41,7 +41,10 @@ __all__ = [
     "LAYER_NORMS",
     "SWIGLU",
     "DecoderMapping",
+    "DenseFamily",
     "ExpertsFormat",
+    "MapLayer",
+    "MixtureFamily",
     "exporting",
     "loading",
     "map_experts",
@@ -56,6 +59,9 @@ SWIGLU: Final = tuple(f"mlp.{name}_proj.weight" for name in ("gate", "up", "down
 """Names of the projections of a feed-forward network, here and there."""
 
 P = ParamSpec("P")
+TParams = TypeVar("TParams", bound=DecoderParameters)
+MapLayer: TypeAlias = Callable[[int], ModelStateMapper]
+"""Returns the mapper of the layer of an index, with names relative to it."""
 
 _EMBEDDINGS = "embed_tokens.weight"
 _HEAD = "lm_head.weight"
@@ -129,7 +135,7 @@ class DecoderMapping:
     """
 
     params: DecoderParameters
-    map_layer: Callable[[int], ModelStateMapper]
+    map_layer: MapLayer
     stage: PipelineStageInfo | None
     head_prefix: str = SINGLE_HEAD_PREFIX
     embedding_dim: int | None = None
@@ -208,6 +214,121 @@ class DecoderMapping:
         tie = ModelStateMapperTie([f"model.{_EMBEDDINGS}", _HEAD], list(prefixes))
         cut = [self._vocabularies(whole, prefix) for whole, prefix in prefixes.items()]
         return [ModelStateMapperSequential([tie, ModelStateMapperParallel(cut)])]
+
+
+@dataclass(frozen=True, slots=True)
+class DenseFamily(Generic[TParams]):
+    """A family whose models are described by their parameters. See [Note: mappers of a family].
+
+    Attributes:
+        map_layers: Returns, for a model, what maps its layers.
+    """
+
+    map_layers: Callable[[TParams], MapLayer]
+
+    def model(self, params: TParams, *, stage: PipelineStageInfo | None = None) -> DecoderMapping:
+        """Describe a model without heads.
+
+        Args:
+            params: The whole model.
+            stage: The pipeline stage that is loaded or exported; None for the whole model.
+        """
+        return DecoderMapping(params=params, map_layer=self.map_layers(params), stage=stage)
+
+    def model_with_head(
+        self, params: TParams, *, head_prefix: str = SINGLE_HEAD_PREFIX, stage: PipelineStageInfo | None = None
+    ) -> DecoderMapping:
+        """Describe a model with a head.
+
+        Args:
+            params: The whole model.
+            head_prefix: What names of the head begin with; ``heads.<name>.`` in `DecoderWithHeads`.
+            stage: The pipeline stage that is loaded or exported; None for the whole model.
+        """
+        return self.model(params, stage=stage).with_head(head_prefix)
+
+    def model_with_vectors(
+        self,
+        params: TParams,
+        *,
+        embedding_dim: int | None = None,
+        head_prefix: str = SINGLE_HEAD_PREFIX,
+        stage: PipelineStageInfo | None = None,
+    ) -> DecoderMapping:
+        """Describe a model with a head that gives vectors.
+
+        Args:
+            params: The whole model.
+            embedding_dim: If the head has a projection whose weights the files have too, or shall have, its size. In files it
+                is ``head.projection.weight``, which ``transformers`` does not expect and says so. None leaves it out: a new
+                projection then is named in ``keep`` of `load_model_state`.
+            head_prefix: What names of the head begin with; ``heads.<name>.`` in `DecoderWithHeads`.
+            stage: The pipeline stage that is loaded or exported; None for the whole model.
+        """
+        return self.model(params, stage=stage).with_head(head_prefix, embedding_dim)
+
+
+@dataclass(frozen=True, slots=True)
+class MixtureFamily(Generic[TParams]):
+    """A family whose files hold experts in one of several formats. See [Note: mappers of a family].
+
+    Attributes:
+        map_layers: Returns, for a model and a format, what maps its layers.
+    """
+
+    map_layers: Callable[[TParams, ExpertsFormat], MapLayer]
+
+    def model(
+        self, params: TParams, experts_format: ExpertsFormat, *, stage: PipelineStageInfo | None = None
+    ) -> DecoderMapping:
+        """Describe a model without heads.
+
+        Args:
+            params: The whole model.
+            experts_format: How the files hold the experts.
+            stage: The pipeline stage that is loaded or exported; None for the whole model.
+        """
+        return DecoderMapping(params=params, map_layer=self.map_layers(params, experts_format), stage=stage)
+
+    def model_with_head(
+        self,
+        params: TParams,
+        experts_format: ExpertsFormat,
+        *,
+        head_prefix: str = SINGLE_HEAD_PREFIX,
+        stage: PipelineStageInfo | None = None,
+    ) -> DecoderMapping:
+        """Describe a model with a head.
+
+        Args:
+            params: The whole model.
+            experts_format: How the files hold the experts.
+            head_prefix: What names of the head begin with; ``heads.<name>.`` in `DecoderWithHeads`.
+            stage: The pipeline stage that is loaded or exported; None for the whole model.
+        """
+        return self.model(params, experts_format, stage=stage).with_head(head_prefix)
+
+    def model_with_vectors(
+        self,
+        params: TParams,
+        experts_format: ExpertsFormat,
+        *,
+        embedding_dim: int | None = None,
+        head_prefix: str = SINGLE_HEAD_PREFIX,
+        stage: PipelineStageInfo | None = None,
+    ) -> DecoderMapping:
+        """Describe a model with a head that gives vectors.
+
+        Args:
+            params: The whole model.
+            experts_format: How the files hold the experts.
+            embedding_dim: If the head has a projection whose weights the files have too, or shall have, its size. In files it
+                is ``head.projection.weight``, which ``transformers`` does not expect and says so. None leaves it out: a new
+                projection then is named in ``keep`` of `load_model_state`.
+            head_prefix: What names of the head begin with; ``heads.<name>.`` in `DecoderWithHeads`.
+            stage: The pipeline stage that is loaded or exported; None for the whole model.
+        """
+        return self.model(params, experts_format, stage=stage).with_head(head_prefix, embedding_dim)
 
 
 def loading(

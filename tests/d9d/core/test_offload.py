@@ -6,7 +6,17 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from d9d.core.offload import DEFAULT_SLEEP_TAGS, Offloadable, SleepTag, offload_tensor, onload_tensor
+from d9d.core.dist_context import DeviceMeshParameters
+from d9d.core.offload import (
+    DEFAULT_SLEEP_TAGS,
+    MovableMemory,
+    Offloadable,
+    OffloadContext,
+    OnloadContext,
+    SleepTag,
+    offload_tensor,
+    onload_tensor,
+)
 
 CPU = torch.device("cpu")
 
@@ -32,6 +42,22 @@ def test_strides_come_back():
     onload_tensor(tensor, kept, device=CPU)
     assert tensor.stride() == (1, 3)
     assert tensor.tolist() == [[0, 3], [1, 4], [2, 5]]
+
+
+def test_memory_comes_back_shared_as_it_was():
+    context = DeviceMeshParameters().build()
+    whole = torch.arange(6.0)
+    part, unknown = whole[2:4], whole.view(2, 3).t()
+    memory = MovableMemory()
+    for _ in range(2):
+        memory.offload([part, whole, whole], OffloadContext(dist_context=context, pin_memory=True))
+        assert memory.is_offloaded
+        assert (len(part), len(whole), unknown.untyped_storage().nbytes()) == (0, 0, 0)
+        memory.onload(OnloadContext(dist_context=context))
+        assert not memory.is_offloaded
+    assert whole.tolist() == [0, 1, 2, 3, 4, 5]
+    part += 10
+    assert unknown.tolist() == [[0, 13], [1, 4], [12, 5]]
 
 
 @pytest.mark.world_size(2)

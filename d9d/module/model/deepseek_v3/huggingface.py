@@ -4,18 +4,18 @@ from d9d.model_state.mapper import ModelStateMapper
 from d9d.model_state.mapper.compose import ModelStateMapperParallel
 from d9d.model_state.mapper.leaf import ModelStateMapperRename
 from d9d.module.model.deepseek_v3.model import DeepSeekV3LayerParameters, DeepSeekV3Parameters
-from d9d.module.model.heads import SINGLE_HEAD_PREFIX
 from d9d.module.model.huggingface import (
     LAYER_NORMS,
     SWIGLU,
     DecoderMapping,
     ExpertsFormat,
+    MapLayer,
+    MixtureFamily,
     exporting,
     loading,
     map_experts,
     map_same_names,
 )
-from d9d.pipelining.api import PipelineStageInfo
 
 __all__ = [
     "mapper_from_huggingface_deepseek_v3",
@@ -59,78 +59,29 @@ def _map_mixture(params: DeepSeekV3LayerParameters, experts_format: ExpertsForma
     )
 
 
-def _model(
-    params: DeepSeekV3Parameters, experts_format: ExpertsFormat, *, stage: PipelineStageInfo | None = None
-) -> DecoderMapping:
-    """Describe a model without heads. See [Note: mappers of a family].
-
-    Args:
-        params: The whole model.
-        experts_format: How the files hold the experts.
-        stage: The pipeline stage that is loaded or exported; None for the whole model.
-    """
+def _map_layers(params: DeepSeekV3Parameters, experts_format: ExpertsFormat) -> MapLayer:
     every_layer = [map_same_names(*LAYER_NORMS), _map_attention(params.layer.q_lora_rank is not None)]
     dense = ModelStateMapperParallel([*every_layer, map_same_names(*SWIGLU)])
     mixture = ModelStateMapperParallel([*every_layer, _map_mixture(params.layer, experts_format)])
-    return DecoderMapping(
-        params=params, map_layer=lambda index: dense if index < params.num_dense_layers else mixture, stage=stage
-    )
+    return lambda index: dense if index < params.num_dense_layers else mixture
 
 
-def _model_with_head(
-    params: DeepSeekV3Parameters,
-    experts_format: ExpertsFormat,
-    *,
-    head_prefix: str = SINGLE_HEAD_PREFIX,
-    stage: PipelineStageInfo | None = None,
-) -> DecoderMapping:
-    """Describe a model with a head.
+_FAMILY = MixtureFamily(_map_layers)
 
-    Args:
-        params: The whole model.
-        experts_format: How the files hold the experts.
-        head_prefix: What names of the head begin with; ``heads.<name>.`` in `DecoderWithHeads`.
-        stage: The pipeline stage that is loaded or exported; None for the whole model.
-    """
-    return _model(params, experts_format, stage=stage).with_head(head_prefix)
-
-
-def _model_with_vectors(
-    params: DeepSeekV3Parameters,
-    experts_format: ExpertsFormat,
-    *,
-    embedding_dim: int | None = None,
-    head_prefix: str = SINGLE_HEAD_PREFIX,
-    stage: PipelineStageInfo | None = None,
-) -> DecoderMapping:
-    """Describe a model with a head that gives vectors.
-
-    Args:
-        params: The whole model.
-        experts_format: How the files hold the experts.
-        embedding_dim: If the head has a projection whose weights the files have too, or shall have, its size. In files it is
-            ``head.projection.weight``, which ``transformers`` does not expect and says so. None leaves it out: a new
-            projection then is named in ``keep`` of `load_model_state`.
-        head_prefix: What names of the head begin with; ``heads.<name>.`` in `DecoderWithHeads`.
-        stage: The pipeline stage that is loaded or exported; None for the whole model.
-    """
-    return _model(params, experts_format, stage=stage).with_head(head_prefix, embedding_dim)
-
-
-mapper_from_huggingface_deepseek_v3 = loading(_model, DecoderMapping.backbone)
+mapper_from_huggingface_deepseek_v3 = loading(_FAMILY.model, DecoderMapping.backbone)
 """Return the mapper from ``transformers.DeepseekV3Model`` to `DeepSeekV3Model`."""
-mapper_from_huggingface_deepseek_v3_for_causal_lm = loading(_model_with_head, DecoderMapping.causal_lm)
+mapper_from_huggingface_deepseek_v3_for_causal_lm = loading(_FAMILY.model_with_head, DecoderMapping.causal_lm)
 """Return the mapper from ``transformers.DeepseekV3ForCausalLM`` to `DecoderForCausalLM`."""
-mapper_from_huggingface_deepseek_v3_for_classification = loading(_model_with_head, DecoderMapping.classification)
+mapper_from_huggingface_deepseek_v3_for_classification = loading(_FAMILY.model_with_head, DecoderMapping.classification)
 """Return the mapper from ``transformers.DeepseekV3ForSequenceClassification`` to `DecoderForClassification`."""
-mapper_from_huggingface_deepseek_v3_for_embedding = loading(_model_with_vectors, DecoderMapping.embedding)
+mapper_from_huggingface_deepseek_v3_for_embedding = loading(_FAMILY.model_with_vectors, DecoderMapping.embedding)
 """Return the mapper from ``transformers.DeepseekV3Model`` to `DecoderForEmbedding`."""
 
-mapper_to_huggingface_deepseek_v3 = exporting(_model, DecoderMapping.backbone)
+mapper_to_huggingface_deepseek_v3 = exporting(_FAMILY.model, DecoderMapping.backbone)
 """Return the mapper from `DeepSeekV3Model` to ``transformers.DeepseekV3Model``."""
-mapper_to_huggingface_deepseek_v3_for_causal_lm = exporting(_model_with_head, DecoderMapping.causal_lm_tied_once)
+mapper_to_huggingface_deepseek_v3_for_causal_lm = exporting(_FAMILY.model_with_head, DecoderMapping.causal_lm_tied_once)
 """Return the mapper from `DecoderForCausalLM` to ``transformers.DeepseekV3ForCausalLM``. Tied weights are written once."""
-mapper_to_huggingface_deepseek_v3_for_classification = exporting(_model_with_head, DecoderMapping.classification)
+mapper_to_huggingface_deepseek_v3_for_classification = exporting(_FAMILY.model_with_head, DecoderMapping.classification)
 """Return the mapper from `DecoderForClassification` to ``transformers.DeepseekV3ForSequenceClassification``."""
-mapper_to_huggingface_deepseek_v3_for_embedding = exporting(_model_with_vectors, DecoderMapping.embedding)
+mapper_to_huggingface_deepseek_v3_for_embedding = exporting(_FAMILY.model_with_vectors, DecoderMapping.embedding)
 """Return the mapper from `DecoderForEmbedding` to ``transformers.DeepseekV3Model``."""
