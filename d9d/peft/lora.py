@@ -25,6 +25,17 @@ from .lora_mapper import ModelStateMapperMergeLoRA
 __all__ = ["LoRA", "LoRAConfig", "LoRAGroupedLinear", "LoRALinear", "LoRAParameters", "mapper_to_merged"]
 
 
+_PAST_LAYERS = (
+    LoRALinear,
+    LoRAGroupedLinear,
+    SplitLanguageModellingHead,
+    TopKRouter,
+    nn.MultiheadAttention,
+    nn.TransformerEncoderLayer,
+)
+"""Classes that compute, at times at least, with the weights of linear layers in them past these: the last in evaluation."""
+
+
 class LoRAConfig(BaseModel):
     """Chooses the layers that get adapters."""
 
@@ -55,7 +66,7 @@ class LoRA(PeftMethod[LoRAConfig]):
 
         Raises:
             ValueError: If the pattern matches modules of which none is a linear layer, or a part of a layer with an adapter.
-            NotImplementedError: If other code than the layer's own uses the weight, so that an adapter would not be seen; if
+            NotImplementedError: If it matches embeddings; if other code than the layer's own uses the weight, so that an adapter would not be seen; if
                 another module has the same weight, which would change with it when the adapter is merged; or FSDP has
                 sharded a layer that tensor parallelism has split.
         """
@@ -67,6 +78,7 @@ class LoRA(PeftMethod[LoRAConfig]):
                 f"module_name_pattern {self._config.module_name_pattern.pattern!r} matches no linear layer, but {name}, a "
                 f"{type(child).__name__}. It has to match whole names of layers, as '.*\\.(q_proj|v_proj)' does."
             )
+        _refuse_embeddings(found)
         _refuse_unseen(module, layers)
         show_shards(fsdp_units(module))
         _refuse_tied(module, layers)
@@ -131,9 +143,18 @@ def mapper_to_merged(module: nn.Module) -> ModelStateMapper:
     return ModelStateMapperParallel([*mappers, *map(ModelStateMapperIdentity, others)])
 
 
+def _refuse_embeddings(found: Sequence[tuple[str, nn.Module]]) -> None:
+    name = next((name for name, child in found if isinstance(child, nn.Embedding)), None)
+    if name is not None:
+        raise NotImplementedError(
+            f"{name} can have no adapter: it is an embedding, and adapters are for linear layers. Leave it out of the pattern, as "
+            f"'.*_proj' does, or train it in full by FullTune."
+        )
+
+
 def _refuse_unseen(module: nn.Module, layers: Sequence[tuple[str, nn.Module]]) -> None:
     for owner in module.modules():
-        if not isinstance(owner, LoRALinear | LoRAGroupedLinear | SplitLanguageModellingHead | TopKRouter):
+        if not isinstance(owner, _PAST_LAYERS):
             continue
         name = next((name for name, layer in layers if any(layer is child for child in owner.modules())), None)
         if name is None:

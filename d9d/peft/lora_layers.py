@@ -18,6 +18,7 @@ from d9d.kernel.precision import at_least_fp32
 from d9d.module.base import ModuleLateInit
 from d9d.module.block.moe import GroupedLinear
 from d9d.module.block.moe.grouped_mm import ExpertTokenGroups
+from d9d.module.parallelism.dropout_mask import drop_distributed
 from d9d.module.parallelism.tensor import parallelize_tensor
 
 from .lora_layout import follow_layout, follow_split, hook_ids, move_hooks, own_weight
@@ -41,7 +42,8 @@ class LoRAParameters(BaseModel):
 class LoRALinear(nn.Module, ModuleLateInit):
     """A linear layer with an adapter: ``base(x) + lora_B(lora_A(dropout(x))) * alpha / r``.
 
-    Tensor parallelism splits both, see [Note: adapters of split layers].
+    Tensor parallelism splits both, see [Note: adapters of split layers]. Then what all ranks have is dropped alike, and parts of
+    it by masks of their own.
 
     Args:
         base_layer: The layer, which is not changed. The adapter has its device and dtype.
@@ -70,7 +72,9 @@ class LoRALinear(nn.Module, ModuleLateInit):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Apply the layer and its adapter: ``(..., I)`` to ``(..., O)``."""
-        return self.base(x) + self.lora_B(self.lora_A(self.dropout(x))) * self.scale
+        is_dropped = self.dropout.training and self.dropout.p > 0
+        dropped = drop_distributed(x, self.dropout.p) if is_dropped and isinstance(x, DTensor) else self.dropout(x)
+        return self.base(x) + self.lora_B(self.lora_A(dropped)) * self.scale
 
     def split_over_ranks(self, style: ParallelStyle, mesh: DeviceMesh) -> None:
         """Split the layer as `parallelize_tensor` does, and the adapter with it."""

@@ -32,7 +32,7 @@ from d9d.loop.control import (
     PrepareExportModelStageResult,
     TrainTask,
 )
-from d9d.loop.run import TrainingConfigurator
+from d9d.loop.run import Trainer, TrainingConfigurator
 from d9d.module.block.head import SequenceCausalLMHeadShared
 from d9d.module.block.hidden_states_aggregator import HiddenStatesAggregationMode
 from d9d.module.model import DecoderForCausalLM
@@ -152,45 +152,54 @@ LR_SCHEDULE = {
 }
 
 
-# Mean loss of `transformers` over the first batch, for the weights of a folder.
+# Mean loss of a model of `transformers` over the first batch.
 @torch.no_grad()
-def loss_of_transformers(folder: Path) -> float:
-    model, info = Qwen3MoeForCausalLM.from_pretrained(folder, output_loading_info=True)
-    if any(info.values()):
-        raise RuntimeError(f"transformers misses or does not know tensors of {folder}: {info}")
+def loss_of(model: torch.nn.Module) -> float:
     ids = torch.stack([Counting()[index] for index in range(BATCH)])
     logits = model.eval()(ids[:, :-1]).logits
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()).item()
 
 
-def main() -> None:
+def load_by_transformers(folder: Path) -> torch.nn.Module:
+    model, info = Qwen3MoeForCausalLM.from_pretrained(folder, output_loading_info=True)
+    if any(info.values()):
+        raise RuntimeError(f"transformers misses or does not know tensors of {folder}: {info}")
+    return model
+
+
+# All ranks build the trainer when the checkpoint is there.
+def build_trainer(provider: ModelProvider, config: TrainerConfig) -> Trainer:
     mesh = DeviceMeshParameters(data_parallel_shard=2, expert_parallel=2)
-    is_first = os.environ["RANK"] == "0"
-    if is_first and not SOURCE.exists():
+    if os.environ["RANK"] == "0" and not SOURCE.exists():
         torch.manual_seed(0)
         Qwen3MoeForCausalLM(HF_CONFIG).save_pretrained(SOURCE)
     dist.init_process_group("gloo")
-    dist.barrier()  # the files are there
+    dist.barrier()
     data = AutoDataConfig(global_batch_size=BATCH, microbatch_size=4, num_workers=0, pin_memory=False)
     optimizer = TypeAdapter(AutoOptimizerConfig).validate_python({"name": "adamw", "lr": 0.02})
     lr_scheduler = TypeAdapter(AutoLRSchedulerConfig).validate_python({"name": "piecewise", "scheduler": LR_SCHEDULE})
-    trainer = TrainingConfigurator(
+    return TrainingConfigurator(
         mesh=mesh,
-        parameters=CONFIG,
+        parameters=config,
         task_provider=lambda ctx: Task(),
-        model_provider=Provider(),
+        model_provider=provider,
         data_provider=AutoDataProvider(
             lambda dist_context: Counting(), lambda samples: torch.stack(list(samples)), data
         ),
         optimizer_provider=AutoOptimizerProvider(optimizer),
         lr_scheduler_provider=AutoLRSchedulerProvider(lr_scheduler),
     ).configure()
+
+
+def main() -> None:
+    trainer = build_trainer(Provider(), CONFIG)
     trainer.train()
     trainer.export(TUNED, load_checkpoint=False)
-    if is_first:
+    if os.environ["RANK"] == "0":
         HF_CONFIG.save_pretrained(TUNED)
-        before, after = loss_of_transformers(SOURCE), loss_of_transformers(TUNED)
+        before, after = (loss_of(load_by_transformers(folder)) for folder in (SOURCE, TUNED))
         print(f"loss by transformers: {before:.4f} of the source, {after:.4f} of {TUNED}")
 
 
-main()
+if __name__ == "__main__":
+    main()

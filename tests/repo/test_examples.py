@@ -135,6 +135,17 @@ def test_pipeline_configs_differ_in_mesh_run_name_and_timeline_only():
 
 
 @pytest.mark.slow
+def test_adapters_of_the_example_are_the_same_merged_and_alone(tmp_path: Path):
+    if any(importlib.util.find_spec(package) is None for package in ("peft", "transformers")):
+        pytest.skip("peft or transformers is not installed, see the dev extra")
+    output = run_in(tmp_path, "torchrun --nproc-per-node 2 examples/finetune_hf/train_adapters.py")
+    [losses] = re.findall(r"loss: (4\.\d+) of the source, (\S+) of \S+, (\S+) of \S+ by peft", output)
+    source, merged, adapted = map(float, losses)
+    assert merged < source - 1
+    assert adapted == pytest.approx(merged, rel=0, abs=2e-4)  # printed with four digits
+
+
+@pytest.mark.slow
 def test_the_pipeline_example_has_the_losses_of_one_process(tmp_path: Path):
     configs = {
         "torchrun --nproc-per-node 4": ("config.yaml", {"schedule": "zero_bubble_v"}),

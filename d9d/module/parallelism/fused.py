@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle
 
-from d9d.module.parallelism.tensor import parallelize_tensor
+from d9d.module.parallelism.tensor import SplitsItself, parallelize_tensor
 
 __all__ = ["FusedColwiseParallel"]
 
@@ -54,6 +54,11 @@ class FusedColwiseParallel(ParallelStyle):
             NotImplementedError: If it is no linear layer.
             ValueError: If groups are no whole features, or are not shared evenly by the ranks, with the degrees that can.
         """
+        if isinstance(module, SplitsItself):
+            raise NotImplementedError(
+                f"a {type(module).__name__} computes several things at once here, and can not be taken apart. Leave this layer "
+                f"without adapter, or give each thing that it computes a layer, and an adapter, of its own."
+            )
         if not isinstance(module, nn.Linear):
             raise NotImplementedError(f"{type(self).__name__} is for nn.Linear, not for a {type(module).__name__}.")
         if not all(self._counts) or module.out_features % sum(self._counts):

@@ -11,10 +11,8 @@ from torch.distributed.tensor.placement_types import Placement
 
 from d9d.module.block.moe import MoELayer
 from d9d.module.block.moe.all_to_all import check_expert_parallel
+from d9d.module.parallelism.dropout_mask import drop_part
 from d9d.module.parallelism.replicate import distribute_with_leaves
-
-_NUM_SEEDS = 2**62
-"""Random seeds to choose from; with a rank added they still fit."""
 
 
 class ShardMoESparseExpertsParallel(ParallelStyle):
@@ -103,10 +101,7 @@ class ReplicatedParallel(ParallelStyle):
 class DropoutOfParts(ParallelStyle):
     """Lets a dropout draw a mask of its own on each rank, of which each has other features or tokens.
 
-    [Note: random numbers of parts]
-    Tensor-parallel ranks draw the same random numbers, so that what all of them have is dropped alike. A dropout of parts
-    draws one number of this common stream, from which and its rank it seeds a generator for its mask. So the stream stays
-    common, and a layer that is computed again for its backward pass gets the same mask, as checkpoints restore the stream.
+    See [Note: random numbers of parts].
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -127,12 +122,7 @@ class _DropoutOfParts(nn.Dropout):
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002  # the name of nn.Dropout
         if not self.training or self.p == 0.0:
             return input
-        common = int(torch.randint(_NUM_SEEDS, (), device="cpu"))  # of the host, so that no device is waited for
-        generator = torch.Generator(input.device)
-        generator.manual_seed(common + self.rank)
-        is_kept = torch.empty_like(input, dtype=torch.bool).bernoulli_(1.0 - self.p, generator=generator)
-        factor = is_kept.to(input.dtype) * (0.0 if self.p == 1.0 else 1.0 / (1.0 - self.p))
-        return input.mul_(factor) if self.inplace else input * factor
+        return drop_part(input, self.p, self.rank, inplace=self.inplace)
 
 
 class ToLocalParallel(ParallelStyle):

@@ -191,6 +191,14 @@ def test_whatever_cannot_be_adapted_is_refused():
         lora(".*").inject(SplitLanguageModellingHead({"a": 4}, ["a"], 4))
     with pytest.raises(NotImplementedError, match=r"router\.gate can have no adapter"):
         lora(".*").inject(MoELayer(4, 4, 2, 1, True))
+    with pytest.raises(NotImplementedError, match=r"embed can have no adapter: it is an embedding.*FullTune"):
+        lora(".*").inject(nn.ModuleDict({"embed": nn.Embedding(3, 4), "q_proj": nn.Linear(4, 4)}))
+    encoder = nn.TransformerEncoderLayer(4, 2, 8)
+    for pattern, name in (("linear1", "linear1"), (r".*out_proj", r"self_attn\.out_proj")):
+        with pytest.raises(NotImplementedError, match=rf"{name} can have no adapter: TransformerEncoderLayer computes"):
+            lora(pattern).inject(encoder)
+    with pytest.raises(NotImplementedError, match=r"out_proj can have no adapter: MultiheadAttention computes"):
+        lora("out_proj").inject(nn.MultiheadAttention(4, 2))
     model = net()
     inject_peft_and_freeze(lora("up"), model)
     with pytest.raises(ValueError, match=r"up\.base is a part of a layer that has an adapter"):

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from d9d.core.dist_context import DENSE_DOMAIN, EXPERT_DOMAIN, REGULAR_DOMAIN, DeviceMeshParameters
 from d9d.core.placement import local_tensor, shard_of
@@ -14,8 +15,10 @@ from d9d.loop.control import (
     InitializeModelStageContext,
     InitializeModelStageResult,
 )
+from d9d.module.block.attention import GroupedQueryAttention
 from d9d.module.block.ffn import SwiGLU
 from d9d.module.block.moe import MoELayer
+from d9d.module.block.positional import RotaryEmbeddingStyle
 from d9d.module.parallelism.api import (
     parallelize_expert_parallel,
     parallelize_hsdp,
@@ -25,6 +28,8 @@ from d9d.module.parallelism.api import (
 from d9d.module.parallelism.explain import predict_layouts, read_layouts
 from d9d.module.parallelism.plan import ParallelPlan, resolve_plan
 from d9d.module.parallelism.plan_apply import parallelize_by_plan
+from d9d.module.parallelism.tensor import parallelize_tensor
+from d9d.module.parallelism.tensor_blocks import parallelize_tensor_attention
 from d9d.peft import inject_peft_and_freeze, merge_peft
 from d9d.peft.full_tune import FullTune, FullTuneConfig
 from d9d.peft.lora import LoRA, LoRAConfig, LoRALinear, LoRAParameters
@@ -273,3 +278,86 @@ def test_split_and_sharded_adapters_are_merged():
     x = torch.randn(3, 6, dtype=torch.float64, generator=seeded())
     assert_close_tree(named_full_parameters(model), named_full_parameters(single), **TOLERANCE)
     torch.testing.assert_close(full(model["mlp"](x)), single["mlp"](x), **TOLERANCE)
+
+
+def adapted_layer(params: LoRAParameters) -> LoRALinear:
+    layer = LoRALinear(nn.Linear(16, 12), params).double()
+    randomize(layer)
+    return layer
+
+
+@pytest.mark.world_size(2)
+def test_dropout_of_what_all_ranks_have_is_that_of_one_process():
+    """Masks, and how far the random numbers have come."""
+    mesh = DeviceMeshParameters(tensor_parallel=2).build().mesh_for(DENSE_DOMAIN)["tp"]
+    params = LoRAParameters(r=3, alpha=4, dropout=0.5)
+    split, single = adapted_layer(params), adapted_layer(params)
+    parallelize_tensor(split, ColwiseParallel(), mesh)
+    x = torch.randn(5, 16, dtype=torch.float64, generator=seeded())
+    outputs = []
+    for layer in (split, single):
+        torch.manual_seed(3)
+        outputs.append(layer(x))
+        outputs[-1].sin().sum().backward()
+    after = torch.get_rng_state()
+    torch.testing.assert_close(outputs[0], outputs[1].chunk(2, -1)[mesh.get_local_rank()], **TOLERANCE)
+    assert_close_tree(named_full_gradients(split), named_full_gradients(single), **TOLERANCE)
+    torch.manual_seed(3)
+    split(x)
+    assert torch.equal(torch.get_rng_state(), after)
+
+
+@pytest.mark.world_size(2)
+def test_dropout_of_parts_has_masks_of_their_own():
+    """An adapter that hands on its inputs shows what it has dropped."""
+    mesh = DeviceMeshParameters(tensor_parallel=2).build().mesh_for(DENSE_DOMAIN)["tp"]
+    layer = LoRALinear(nn.Linear(64, 64, bias=False), LoRAParameters(r=64, alpha=64, dropout=0.5)).double()
+    with torch.no_grad():
+        layer.base.weight.zero_()
+        for factor in (layer.lora_A, layer.lora_B):
+            factor.weight.copy_(torch.eye(64))
+    parallelize_tensor(layer, RowwiseParallel(), mesh)
+    masks = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        x = torch.ones(8, 32, dtype=torch.float64, requires_grad=True)
+        mask = full(layer(x))
+        mask.sum().backward()
+        torch.testing.assert_close(x.grad, mask.chunk(2, -1)[mesh.get_local_rank()].detach(), **TOLERANCE)
+        masks.append(mask)
+    assert torch.equal(*masks)
+    assert set(masks[0].unique().tolist()) == {0.0, 2.0}
+    assert not torch.equal(*masks[0].chunk(2, -1))
+    torch.testing.assert_close(full(layer.eval()(x)), torch.ones(8, 64, dtype=torch.float64), **TOLERANCE)
+
+
+@pytest.mark.world_size(2)
+def test_adapters_of_heads_that_ranks_share():
+    """One key and value head for two ranks, each of which computes it."""
+    mesh = DeviceMeshParameters(tensor_parallel=2).build().mesh_for(DENSE_DOMAIN)["tp"]
+
+    def build() -> GroupedQueryAttention:
+        module = GroupedQueryAttention(8, 2, 1, 4, None, is_causal=True, rope_style=RotaryEmbeddingStyle.HALF).double()
+        inject_peft_and_freeze(ATTENTION_AND_FFN, nn.ModuleDict({"attention": module}))
+        randomize(module)
+        return module
+
+    split, single = build(), build()
+    parallelize_tensor_attention(split, mesh, replicate_kv_heads=True)
+    x = torch.randn(2, 3, 8, dtype=torch.float64, generator=seeded())
+    angles = torch.rand(2, 3, 4, dtype=torch.float64, generator=seeded())
+    outputs = [module(x, None, (angles.cos(), angles.sin())) for module in (split, single)]
+    torch.testing.assert_close(*outputs, **TOLERANCE)
+    for output in outputs:
+        output.sin().sum().backward()
+    gradients = named_full_gradients(single)
+    assert len(gradients) == 8
+    assert_close_tree(named_full_gradients(split), gradients, **TOLERANCE)
+
+
+def test_adapters_of_fused_layers_are_refused_before_anything_is_split():
+    params = DeviceMeshParameters(tensor_parallel=2)
+    model = nn.ModuleDict({"qkv": LoRALinear(nn.Linear(8, 16), LoRAParameters(r=2, alpha=2, dropout=0.0))})
+    plan = ParallelPlan.read({"qkv": "colwise_fused(4, 2, 2)"}, 100, None, None)
+    with pytest.raises(ValueError, match=r"qkv, which does not fit: a LoRALinear.*Leave this layer without adapter"):
+        resolve_plan(model, plan, params)
