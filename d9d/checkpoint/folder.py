@@ -125,10 +125,19 @@ class CheckpointFolder:
         with self.locked():
             return self._begin(step)
 
+    def remove_leftovers(self) -> None:
+        """Remove what saves have left that were not completed. No save may be under way.
+
+        Raises:
+            OSError: If another job saves here, or one that is complete cannot get its name.
+        """
+        with self.locked():
+            self.recover()
+            for leftover in self._real_folders(_OTHER_NAMES):
+                shutil.rmtree(leftover, ignore_errors=True)
+
     def _begin(self, step: int) -> Path:
-        self.recover()
-        for leftover in self._real_folders(_OTHER_NAMES):
-            shutil.rmtree(leftover, ignore_errors=True)
+        self.remove_leftovers()
         final_path, partial = self.final_path(step), self.partial_path(step)
         if final_path.is_symlink() or (final_path.exists() and not final_path.is_dir()):
             raise FileExistsError(f"{final_path} is no folder. Remove what has the name of the checkpoint.")

@@ -234,6 +234,12 @@ class CheckpointingConfig(BaseModel):
         "refuses to resume, 'allow' keeps the first values of new ones and leaves out old ones, and tells which. Default: "
         "raise, since a name that has changed would lose what was trained.",
     )
+    on_save_failure: Literal["raise", "continue"] = Field(
+        default="raise",
+        description="What to do where the system refuses to write a checkpoint, such as on a full disk: 'raise' ends the job, "
+        "'continue' tells, trains on and tries again at the next one. The last one of a job must be written either way. "
+        "Default: raise, since a job that nobody looks at would train on without any.",
+    )
     max_restarts_without_progress: int = Field(
         default=3,
         ge=0,

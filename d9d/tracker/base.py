@@ -72,6 +72,9 @@ class BaseTrackerRun(abc.ABC):
     def write(self, point: TrackerPoint, value: TrackerValue) -> None:
         """Write a value. Steps may repeat when a job resumes from an older step: the later value counts."""
 
+    def flush(self) -> None:  # noqa: B027  # most trackers keep nothing
+        """Hand on what was written, so that it outlives this process. Called before a checkpoint; does nothing by default."""
+
 
 class BaseTracker(abc.ABC, Stateful, Generic[TConfig]):
     """Writes the runs of a job to one place. Only the main process has one.

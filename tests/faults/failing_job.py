@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 import traceback
@@ -28,6 +29,9 @@ from tests.d9d.loop.run.regression_job import GLOBAL_BATCH_SIZE, Batch, Data, Ta
 
 CULPRIT = 1
 STEP = 3
+TORCHRUN_LIMIT_S = 500.0
+NO_LIMITS: dict[str, float] = {"init_timeout": 600, "step_timeout": 600}
+MESH = {"data_parallel_replicate": 2}
 MESSAGE = "the sample is broken"
 
 
@@ -47,6 +51,8 @@ def fail(kind: str) -> None:
             os._exit(0)
         case "sleep":
             time.sleep(3600)
+        case "none":
+            pass
         case _:
             raise AssertionError(kind)
 
@@ -145,6 +151,22 @@ def run_job(folder: str, kind: str, place: str, limits: dict[str, float], mesh: 
         },
     )
     job.trainer.train()
+
+
+def torchrun(folder: Path, kind: str, limits: dict[str, float], *options: str) -> tuple[int, str]:
+    """Run a job whose culprit fails in the third step, and return the exit code and all that was written."""
+    arguments = json.dumps([str(folder), kind, "step", limits, MESH])
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *options]
+    done = subprocess.run(
+        [*command, "-m", "tests.faults.failing_job", arguments],
+        check=False,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=TORCHRUN_LIMIT_S,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    return done.returncode, done.stdout
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
 from typing_extensions import override
 
 from tests.d9d_lightning.support import Regression, build_trainer, make_samples, rank_loader, seeded
@@ -13,32 +14,58 @@ from tests.faults.failing_job import FailingTask, fail
 
 
 class FailingModule(Regression):
-    """Fails in the third batch of training, or in the first of validation."""
+    """Fails in the third batch of training, in the save after it, or in the first batch of validation."""
 
     def __init__(self, kind: str, place: str) -> None:
         super().__init__()
         self._kind, self._place = kind, place
 
+    def _fail_in(self, place: str) -> None:
+        if self._place == place:
+            fail(self._kind)
+
+    @override
+    def setup(self, stage: str) -> None:
+        self._fail_in("configure")
+
+    @override
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self._fail_in("load")
+
     @override
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        if self._place == "step" and batch_idx == 2:
-            fail(self._kind)
+        if batch_idx == 2:
+            self._fail_in("step")
         return super().training_step(batch, batch_idx)
 
+    @override
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if self.global_step == 3:
+            self._fail_in("save")
+
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        if self._place == "validation":
-            fail(self._kind)
+        self._fail_in("validation")
         self.log("score", batch[0].mean(), sync_dist=True)
 
 
 def fit(folder: str, kind: str, place: str, timeout_s: float) -> None:
-    """Fit, and fail. Prints errors itself, since the harness takes its hands off the output before Python does."""
+    """Fit, with a checkpoint after each step, and fail. The place "load" resumes from what such a fit has left.
+
+    Prints errors itself, since the harness takes its hands off the output before Python does.
+    """
     FailingTask.folder = Path(folder)
     os.environ["TORCHELASTIC_ERROR_FILE"] = f"{folder}/error-{os.environ['RANK']}.json"
-    trainer = build_trainer({"data_parallel_replicate": 2}, strategy_options={"timeout_s": timeout_s})
+    trainer = build_trainer(
+        {"data_parallel_replicate": 2},
+        strategy_options={"timeout_s": timeout_s},
+        callbacks=[ModelCheckpoint(f"{folder}/checkpoints", every_n_train_steps=1, save_last=True)],
+        enable_checkpointing=True,
+        max_epochs=1 if place != "load" else 2,
+    )
     try:
         loaders = [rank_loader(make_samples(16), 4, dist.get_rank(), 2) for _ in range(2)]
-        trainer.fit(seeded(lambda: FailingModule(kind, place)), *loaders)
+        module = seeded(lambda: FailingModule(kind, place))
+        trainer.fit(module, *loaders, ckpt_path="last" if place == "load" else None)
     except BaseException:
         traceback.print_exc()
         raise

@@ -4,9 +4,10 @@ import errno
 import logging
 import resource
 import time
-from collections.abc import Generator
+from collections.abc import Collection, Generator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,10 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from d9d.checkpoint import CheckpointFolder, CheckpointSaver, find_checkpoint, load_state
 from d9d.core.participants import Participants
+from d9d.loop.event.catalogue.common import EventStepContext
+from d9d.loop.event.catalogue.train import EVENT_TRAIN_STEP_PRE
+from tests.d9d.loop.run.regression_job import Job
+from tests.faults.training import TOTAL_STEPS, logged, sharded_job
 
 LOGGER = logging.getLogger("test")
 LIMIT_S = 10.0
@@ -112,3 +117,62 @@ def test_a_rank_that_sees_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     check_newest(tmp_path, 1)
     saver.save(state(2), 2)
     check_newest(tmp_path, 2)
+
+
+class FullDisk:
+    """Leads what rank 1 writes of some checkpoints to a device that never has room."""
+
+    def __init__(self, folder: Path, steps: Collection[int]) -> None:
+        self._folder, self._steps = folder, steps
+
+    def __call__(self, point: str) -> None:
+        if point == "before_write" and dist.get_rank() == 1:
+            (partial,) = self._folder.glob("save-*.partial")
+            if int(partial.stem.removeprefix("save-")) in self._steps:
+                (partial / "__1_0.distcp").symlink_to("/dev/full")
+
+
+def job_with_full_disk(path: Path, options: dict[str, Any], steps: Collection[int]) -> tuple[Job, CheckpointFolder]:
+    job = sharded_job(path, options)
+    checkpointer = job.trainer._state.checkpointer
+    checkpointer._saver._probe = FullDisk(checkpointer.save_dir, steps)
+    return job, CheckpointFolder(checkpointer.save_dir, LOGGER)
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+@pytest.mark.world_size(2)
+def test_training_goes_on_without_checkpoints(tmp_path: Path, in_background: bool):
+    """D3: by config. There is a checkpoint to go back to all the time, and new ones as soon as there is room."""
+    options = {"on_save_failure": "continue", "async_save": in_background}
+    job, folder = job_with_full_disk(tmp_path, options, {4, 5})
+    complete: dict[int, list[int]] = {}
+
+    def look(context: EventStepContext) -> None:
+        complete[context.schedule.current_step] = [saved.step for saved in folder.complete()]
+
+    job.trainer._state.event_bus.subscribe(EVENT_TRAIN_STEP_PRE, look)
+    job.trainer.train()
+    # Where saves are in the background, that of the last step may be on its way.
+    assert complete[4] == complete[5] == [2, 3]
+    if not in_background:
+        assert (complete[6], complete[7]) == ([3, 6], [6, 7])
+    dist.barrier()
+    assert sorted(path.name for path in folder.path.glob("save-*")) == [
+        f"save-{TOTAL_STEPS - 1}",
+        f"save-{TOTAL_STEPS}",
+    ]
+    assert {step for step, name in logged(tmp_path) if name == "loss"} == set(range(1, TOTAL_STEPS + 1))
+
+
+@pytest.mark.parametrize(("on_failure", "step"), [("raise", 4), ("continue", TOTAL_STEPS)])
+@pytest.mark.parametrize("in_background", [False, True])
+@pytest.mark.world_size(2)
+def test_a_full_disk_ends_the_job(tmp_path: Path, on_failure: str, step: int, in_background: bool):
+    """D3: on all ranks, and for the last checkpoint whatever the config says."""
+    options = {"on_save_failure": on_failure, "async_save": in_background}
+    job, folder = job_with_full_disk(tmp_path, options, {step})
+    with pytest.raises(OSError, match=rf"save-{step}: on rank 1 of 2: No space left on device") as full:
+        job.trainer.train()
+    assert full.value.errno == errno.ENOSPC
+    dist.barrier()
+    assert [saved.step for saved in folder.complete()] == [step - 2, step - 1]

@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,9 @@ from torch.optim import Optimizer
 
 from d9d.core.dist_context import DeviceMeshParameters
 from d9d.core.placement import local_tensor
+from d9d.loop.component import StateCheckpointer
 from d9d.loop.event.catalogue.common import EventStepContext
-from d9d.loop.event.catalogue.train import EVENT_TRAIN_STEP_POST, EVENT_TRAIN_STEP_PRE
+from d9d.loop.event.catalogue.train import EVENT_TRAIN_READY, EVENT_TRAIN_STEP_POST, EVENT_TRAIN_STEP_PRE
 from d9d.pipelining.training import PipelinedOptimizer
 from tests.d9d.loop.run.regression_job import Job, build_job
 
@@ -37,22 +39,31 @@ class Step:
     digest: str
 
 
-def train(folder: str, options: dict[str, Any] | None = None, stop_at: tuple[str, int] | None = None) -> None:
+def train(
+    folder: str,
+    options: dict[str, Any] | None = None,
+    stop_at: tuple[str, int] | None = None,
+    stopped_ranks: tuple[int, ...] = tuple(range(NUM_RANKS)),
+) -> None:
     """Train to the end, resuming from what is in the folder. Runs on each rank.
 
     Args:
         folder: Of the run.
         options: Of the section `checkpointing`, beside where and that each step is saved.
         stop_at: Point of a save and how often it is passed before a rank waits there for ever; its trail tells that it does.
+            "collective" is the point before each collective of saves.
+        stopped_ranks: Ranks that wait there.
     """
     job = sharded_job(Path(folder), options)
     trail = Trail(Path(folder), dist.get_rank())
     trail.write("start")
-    probe = Probe(trail, stop_at)
+    probe = Probe(trail, stop_at if dist.get_rank() in stopped_ranks else None)
     checkpointer = job.trainer._state.checkpointer
     checkpointer._saver._probe = probe
     checkpointer._checkpoints.folder._probe = probe
     bus = job.trainer._state.event_bus
+    # What is agreed before the first step has nothing to do with saves.
+    bus.subscribe(EVENT_TRAIN_READY, lambda _: probe.watch_collectives(checkpointer))
     bus.subscribe(EVENT_TRAIN_STEP_PRE, lambda context: trail.write_step(job, context))
     bus.subscribe(EVENT_TRAIN_STEP_POST, lambda context: trail.write_read(job, context))
     job.trainer.train()
@@ -118,8 +129,27 @@ class Probe:
         self._trail = trail
         self._point, self._num_before = stop_at or ("", 0)
 
+    def watch_collectives(self, checkpointer: StateCheckpointer) -> None:
+        """Take each collective of the saves to come as a point; those of one kind of save come in the same order each time."""
+        saver = checkpointer._saver
+        for participants in (saver._participants, saver._in_background):
+            if participants is not None:
+                participants.gather = self._before(participants.gather)
+                participants.gather_to_first = self._before(participants.gather_to_first)
+                participants.scatter_from_first = self._before(participants.scatter_from_first)
+
+    def _before(self, collective: Callable[..., Any]) -> Callable[..., Any]:
+        def probed(*args: Any) -> Any:
+            self._stop_if_due("collective")
+            return collective(*args)
+
+        return probed
+
     def __call__(self, point: str) -> None:
         self._trail.write(point)
+        self._stop_if_due(point)
+
+    def _stop_if_due(self, point: str) -> None:
         if point == self._point:
             if self._num_before == 0:
                 self._trail.write("stopped")

@@ -52,6 +52,7 @@ class StateCheckpointer:
         run_name: str | None,
         checkpoints: RunCheckpoints | None = None,
         take_metric: Callable[[str], float | None] = lambda name: None,
+        before_save: Callable[[], None] = lambda: None,
     ) -> None:
         """Locate the checkpoints of a run, below a folder of its name if it has one. All ranks must call it.
 
@@ -63,12 +64,14 @@ class StateCheckpointer:
             run_name: Name of the run.
             checkpoints: The checkpoints, if something has looked for the newest of them before.
             take_metric: Returns on the main rank the value of a metric since it was asked last, if there is one.
+            before_save: Writes what was logged: no job that resumes from the checkpoint logs those steps again.
         """
         self._dist_context = dist_context
         self._schedule = schedule
         self._config = config
         self._gc = gc
         self._take_metric = take_metric
+        self._before_save = before_save
         self._checkpoints = checkpoints or RunCheckpoints(dist_context, config, run_name)
         self.save_dir = self._checkpoints.save_dir
         """Folder of the checkpoints of the run."""
@@ -111,37 +114,69 @@ class StateCheckpointer:
         Blocks until the checkpoint is complete or, with ``async_save``, until the state is copied.
 
         Raises:
-            OSError, RuntimeError: If it, or the one before it, cannot be written; with its path and the reason.
+            OSError: If it, or the one before it, cannot be written, with its path and the reason; unless ``on_save_failure``
+                says otherwise, and steps are left to do.
+            RuntimeError: If another rank is gone.
             TypeError: If a part of the job returns a state that cannot be saved without pickling.
         """
-        self._saver.raise_if_failed()
+        with self._surviving_failures():
+            self._saver.raise_if_failed()
         if not self._schedule.should_do_action(
             self._config.period_steps, enable_on_last_step_if_periodic=True, is_post_step_action=True
         ):
             return
-        self._save(state)
+        self._save(state, is_last=self._schedule.current_step == self._schedule.total_steps)
 
     def checkpoint_before_exit(self, state: Stateful) -> None:
         """Save the steps that no checkpoint has, unless the config disables checkpoints. All ranks must call it.
 
-        Blocks and raises as `checkpoint_if_needed` does.
+        Blocks and raises as `checkpoint_if_needed` does after the last step.
         """
-        self._saver.raise_if_failed()
+        with self._saving(), self._surviving_failures():
+            self._saver.wait()
         step, logger = self._schedule.current_step, self._dist_context.logger
         if self._config.period_steps == StepActionSpecial.disable:
             logger.warning("no checkpoint of step %d is saved: checkpointing.period_steps is 'disable'.", step)
         elif step != self._last_step:
-            self._save(state)
+            self._save(state, is_last=True)
 
-    def _save(self, state: Stateful) -> None:
+    def _saving(self) -> contextlib.AbstractContextManager[None]:
+        return self._dist_context.activity.inside("saving the checkpoint", self._config.timeout)
+
+    def _save(self, state: Stateful, *, is_last: bool) -> None:
         self._gc.collect_forced()
-        step = self._schedule.current_step
-        with self._dist_context.activity.inside("saving the checkpoint", self._config.timeout):
-            # state_dict() of a task is code of the user.
-            with self._saver.naming(step), self._checkpoints.participants.failing_together():
-                saved, metrics = {STATE_KEY: state.state_dict()}, self._metrics()
-            self._saver.save(saved, step, after_commit=lambda: self._after_commit(step), metrics=metrics)
+        self._before_save()
+        with self._saving():
+            with self._surviving_failures():
+                self._saver.wait()
+            with contextlib.nullcontext() if is_last else self._surviving_failures():
+                self._start_save(state, self._schedule.current_step)
+
+    def _start_save(self, state: Stateful, step: int) -> None:
+        # state_dict() of a task is code of the user.
+        with self._saver.naming(step), self._checkpoints.participants.failing_together():
+            saved, metrics = {STATE_KEY: state.state_dict()}, self._metrics()
+        self._saver.save(saved, step, after_commit=lambda: self._after_commit(step), metrics=metrics)
         self._last_step = step
+
+    @contextlib.contextmanager
+    def _surviving_failures(self) -> Generator[None]:
+        """Let the job go on without a checkpoint that cannot be written, where the config says so.
+
+        All ranks have the error, if not at the same step: that of a save in the background when they ask for it.
+        """
+        try:
+            yield
+        except OSError as error:
+            if self._config.on_save_failure == "raise":
+                raise
+            self._last_step = 0
+            if self._dist_context.is_main_process:
+                text = "%s\nThe job goes on without it (checkpointing.on_save_failure is 'continue')."
+                self._dist_context.logger.error(text, error)
+                # What was written of it may be why there is no room, for logs too. The next save tries once more.
+                with contextlib.suppress(OSError):
+                    self._checkpoints.folder.remove_leftovers()
 
     def _after_commit(self, step: int) -> None:
         folder = self._checkpoints.folder

@@ -86,7 +86,7 @@ class JobLogger(Stateful):
 
     def _end_run(self) -> None:
         try:
-            self._show(self._pending.flush())
+            self.flush()
         finally:
             self._pending.attach(None)
             self._writer = None
@@ -123,6 +123,10 @@ class JobLogger(Stateful):
             for name, value in _named_scalars(self._collector.collect_results()):
                 self._writer.log(name, Scalar(value=value))
         self._show(self._pending.release(self._schedule.step_in_progress))
+
+    def flush(self) -> None:
+        """Write all that was logged so far, so that nothing that happens to this process can lose it. Waits for the device."""
+        self._show(self._pending.flush())
 
     def take_newest(self, name: str) -> float | None:
         """Return the newest value of a name, once, on the main rank. See `PendingTrackerWrites.take_newest`."""

@@ -86,8 +86,11 @@ class PendingTrackerWrites:
         return self._write_until(step - self._max_pending_steps)
 
     def flush(self) -> dict[int, dict[str, float]]:
-        """Write all values, waiting for the device if it has not computed them yet."""
-        return self._write_until(None)
+        """Write all values, waiting for the device if it has not computed them yet, and have the tracker hand them on."""
+        written = self._write_until(None)
+        if self._run is not None:
+            self._run.flush()
+        return written
 
     def _write_until(self, last_step: int | None) -> dict[int, dict[str, float]]:
         written: dict[int, dict[str, float]] = {}

@@ -167,7 +167,7 @@ class TrainingConfigurator:
         pipeline: PipelineScheduleInfo[Any, Any, Any],
         modules: TrackedModules,
     ) -> TrainJobState:
-        config = self._config
+        config, saving = self._config, self._config.checkpointing
         packs = build_device_pack_stream(stream, context.current_device, config.data_prefetch.prefetch_factor)
         metrics = ComposeMetric(task.create_metrics(CreateMetricsContext()).metrics)
         metrics.to(context.current_device)
@@ -213,7 +213,7 @@ class TrainingConfigurator:
             gc=gc,
             timeouts=timeouts,
             checkpointer=StateCheckpointer(
-                context, schedule, config.checkpointing, gc, config.run.name, checkpoints, logger.take_newest
+                context, schedule, saving, gc, config.run.name, checkpoints, logger.take_newest, logger.flush
             ),
             checkpointed=CheckpointedState(
                 dist_context=context,
@@ -225,7 +225,7 @@ class TrainingConfigurator:
                     optimizer,
                     lr_scheduler,
                     pipeline.stages_by_rank,
-                    config.checkpointing.on_changed_parameters,
+                    saving.on_changed_parameters,
                 ),
                 saved_elsewhere=() if pipeline.has_last_stage else ("task",),
             ),

@@ -44,6 +44,7 @@ from d9d.loop.event.catalogue.train import (
     EVENT_TRAIN_OPTIMIZER_STEP_PRE,
     EVENT_TRAIN_PREEMPTED,
     EVENT_TRAIN_READY,
+    EVENT_TRAIN_RESUMED,
     EVENT_TRAIN_STEP_POST,
     EVENT_TRAIN_STEP_PRE,
     EventPreemptedContext,
@@ -109,7 +110,7 @@ class Trainer:
 
     def _train(self, watch: JobWatch) -> None:
         job = self._state
-        job.checkpointer.load_last_checkpoint(job.checkpointed)
+        has_resumed = job.checkpointer.load_last_checkpoint(job.checkpointed)
         agree_on_resume(job.dist_context, job.schedule.state_dict())
         if job.schedule.current_step >= job.schedule.total_steps:
             job.dist_context.logger.info("the job is complete: %d steps are done", job.schedule.current_step)
@@ -126,8 +127,10 @@ class Trainer:
             stack.enter_context(job.checkpointer.open())
             stack.enter_context(watch.noting())
             stack.enter_context(naming_failed_peers(job.dist_context))
-            job.event_bus.trigger(EVENT_TRAIN_READY, EventTrainReadyContext(writer=writer))
             step_context = EventStepContext(schedule=job.schedule)
+            if has_resumed:
+                job.event_bus.trigger(EVENT_TRAIN_RESUMED, step_context)
+            job.event_bus.trigger(EVENT_TRAIN_READY, EventTrainReadyContext(writer=writer))
             while job.schedule.current_step < job.schedule.total_steps and not job.preemption.stops_job():
                 self._step(packs, step_context)
                 job.sleeper.refuse_asleep("the loop")

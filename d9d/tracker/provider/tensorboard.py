@@ -58,6 +58,10 @@ class TensorboardRun(BaseTrackerRun):
             global_step=point.step,
         )
 
+    def flush(self) -> None:
+        """Write the events that wait in memory, for up to two minutes otherwise."""
+        self._writer.flush()
+
 
 class TensorboardTracker(BaseTracker[TensorboardConfig]):
     """Writes TensorBoard event files. A job that resumes adds a file to the folder of its run."""

@@ -86,6 +86,15 @@ def test_tensorboard_reads_back_what_was_written(tmp_path):
     assert list(histogram.histogram_value.bucket) == [3, 5]
 
 
+def test_tensorboard_writes_at_once_what_is_flushed(tmp_path):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    with build(provider="tensorboard", log_dir=tmp_path).open(RunConfig(name="run")) as run:
+        run.write(LOSS, Scalar(0.5))
+        run.flush()
+        events = accumulator.EventAccumulator(str(tmp_path / "run")).Reload()
+        assert [event.value for event in events.Scalars("split.train/loss")] == [0.5]
+
+
 @pytest.mark.parametrize(
     ("fields", "module", "command"),
     [

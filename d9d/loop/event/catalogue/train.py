@@ -101,6 +101,10 @@ EVENT_TRAIN_OPTIMIZER_READY = Event[EventOptimizerReadyContext]("train.configura
 EVENT_TRAIN_LR_SCHEDULER_READY = Event[EventLRSchedulerReadyContext]("train.configuration.lr_scheduler")
 """The learning rate schedule is built."""
 
+EVENT_TRAIN_RESUMED = Event[EventStepContext]("train.resumed")
+"""Only where a checkpoint was loaded, before `EVENT_TRAIN_READY`: ``current_step`` steps are done, and what an earlier start has done
+after them is done again. The place to change what has led there, such as the learning rate after a spike of the loss."""
+
 EVENT_TRAIN_READY = Event[EventTrainReadyContext]("train.ready")
 """Everything is built and resumed; the first step is next."""
 

@@ -104,6 +104,16 @@ def test_what_was_logged_before_a_failure_is_written(tmp_path: Path):
     assert job.lines("loss") == {1: 1.0, 2: 2.0, 3: 3.0}
 
 
+def test_a_flush_writes_what_was_logged(tmp_path: Path):
+    job = Job(tmp_path, 1)
+    with job.logger.new_run({}), job.logger.install():
+        job.logger.trigger_sync()
+        job.logger.log(torch.tensor(1.0), torch.tensor(10.0))
+        assert job.lines("loss") == {}
+        job.logger.flush()
+        assert job.lines("loss") == {1: 1.0}
+
+
 def test_logging_needs_a_run(tmp_path: Path):
     with pytest.raises(RuntimeError, match=r"inside new_run\(\)"):
         Job(tmp_path, 1).logger.log(torch.tensor(0.0), torch.tensor(0.0))

@@ -11,6 +11,7 @@ TRAIN = {
     "MODEL_STAGES_READY": "train.configuration.model_stages",
     "OPTIMIZER_READY": "train.configuration.optimizer",
     "LR_SCHEDULER_READY": "train.configuration.lr_scheduler",
+    "RESUMED": "train.resumed",
     "READY": "train.ready",
     "STEP_PRE": "train.step.pre",
     "STEP_POST": "train.step.post",
