@@ -11,8 +11,9 @@ TEST_JOBS ?= 0
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
-# One thread for each process: ranks of two parts that wait for their threads would keep each other from running.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile
+# One thread for each process: ranks of two parts that wait for their threads would keep each other from running. Bytecode
+# is written even where the shell says otherwise: hundreds of processes would each compile the package and the tests.
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile
 TWO_RANKS := OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 2
 
 # The pinned pyright is the one we want: do not look for a newer one.

@@ -23,7 +23,7 @@ from typing import Any, final
 
 import pytest
 
-from tests.harness.pool import PRELOADED, one_blas_thread
+from tests.harness.pool import one_blas_thread, preload_modules
 
 __all__ = ["RunningJob", "running_job"]
 
@@ -112,7 +112,7 @@ def running_job(
         environment: Variables beside those of torchrun.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(PRELOADED))
+    preload_modules(context)
     attempt = f"{time.time_ns():x}"
     processes: list[ForkServerProcess] = []
     outputs = [folder / f"output-{attempt}-rank{rank}.txt" for rank in range(num_ranks)]

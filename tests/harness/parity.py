@@ -10,6 +10,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
+from d9d.optim import localize_optimizer
+
 FP64_EXACT = 1e-12
 """Same sums in another order. A double has 2.2e-16 relative error a step: four digits are left for some hundred steps,
 and a wrong scale, a lost microbatch or a float32 intermediate (1e-7) is far outside."""
@@ -60,6 +62,16 @@ def reference_step(
     grads = named_full_gradients(model)
     optimizer.step()
     return ReferenceStep(losses, grads, named_full_parameters(model))
+
+
+def sgd_step(module: nn.Module, lr: float = 0.1) -> None:
+    """Take a step of SGD on the local shards, as both trainers do.
+
+    For an operation on DTensors of a new shape, DTensor goes through all pairs of layouts: 0.5 s on a mesh of three axes.
+    """
+    optimizer = torch.optim.SGD(module.parameters(), lr=lr)
+    localize_optimizer(optimizer)
+    optimizer.step()
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:

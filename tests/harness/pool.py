@@ -1,19 +1,21 @@
 """The pool: ranks that outlive a test, replaced when a test did not end well on all of them, and when they are worn.
 
-[Note: Why a fork server] A rank needs torch and its distributed parts: 3 s of imports. The fork server imports them once
-and forks each rank from itself in 10 ms, so that growing the pool, and replacing it after a failure, is nearly free. That
-is safe as it never computes: it has one thread, no process group, no device context.
+[Note: Why a fork server] A rank needs torch and its distributed parts: 3 s of imports, and as much for Lightning. The fork
+server imports them once and forks each rank from itself in 10 ms, so that growing the pool, and replacing it after a
+failure, is nearly free. That is safe as it never computes: it has one thread, no process group, no device context.
 """
 
 import multiprocessing
 import os
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from multiprocessing.connection import wait
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Literal
 
@@ -35,8 +37,10 @@ PRELOADED = (
     "torch.distributed.pipelining",
     "torch.distributed.tensor.debug",
 )
-"""Modules of the fork server. None of ours: a test shall find them not yet imported. None that starts threads on import,
-as torchmetrics does."""
+"""Modules of the fork server. None of ours: a test shall find them not yet imported."""
+PRELOADED_IF_USED = ("lightning", "transformers")
+"""Modules of the fork server if pytest has imported them by the time that it starts: as slow as all others together. They
+start no thread as long as OpenBLAS has one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +119,7 @@ class RankPool:
         num_missing = world_size - len(self._ranks)
         if num_missing <= 0:
             return
-        self._context.set_forkserver_preload(list(PRELOADED))
+        preload_modules(self._context)
         with one_blas_thread():
             started = [self._start_rank() for _ in range(num_missing)]
         try:
@@ -203,6 +207,11 @@ def _read_stacks(ranks: Sequence[RankProcess], stuck: Sequence[int]) -> dict[int
 
 def _read(path: Path) -> str:
     return path.read_text(errors="replace") if path.exists() else ""
+
+
+def preload_modules(context: ForkServerContext) -> None:
+    """Tell the fork server what to import, unless it runs already."""
+    context.set_forkserver_preload([*PRELOADED, *(name for name in PRELOADED_IF_USED if name in sys.modules)])
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import sys
 import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -36,8 +37,7 @@ def serve(connection: Connection, stack_path: str, pytest_args: Sequence[str]) -
     commands: SimpleQueue[Command] = SimpleQueue()
     reader = threading.Thread(target=_read_commands, args=(connection, commands), daemon=True, name="rank-commands")
     reader.start()
-    # What is imported by now lives for ever: the collection after each test need not walk it.
-    gc.freeze()
+    _spare_modules_from_collections()
     connection.send(Ready())
     gauge = rank_state.WearGauge({thread.native_id or 0 for thread in (threading.main_thread(), reader)})
     while True:
@@ -46,8 +46,17 @@ def serve(connection: Connection, stack_path: str, pytest_args: Sequence[str]) -
         gauge.stop_waiting()
         if not isinstance(task, RankTask):
             raise RuntimeError(f"A rank without a task was sent {task}.")
+        num_modules = len(sys.modules)
         outcome = _run_task(task, connection, commands)
+        if len(sys.modules) > num_modules:
+            _spare_modules_from_collections()
         connection.send(replace(outcome, is_worn=gauge.is_worn))
+
+
+def _spare_modules_from_collections() -> None:
+    # What is imported lives for ever, and to walk it takes 0.1 s once Lightning is there: more than most tests. After a
+    # test its garbage has been collected, so that little else is frozen.
+    gc.freeze()
 
 
 def _become_rank_process(stack_path: str) -> None:

@@ -43,7 +43,7 @@ def test_ranks_and_their_children_end_with_pytest(tmp_path: Path) -> None:
 
 
 def _wait_for_pids(directory: Path) -> set[int]:
-    _wait_for(lambda: len(list(directory.glob("*.pids"))) == 2, limit_s=60)
+    _wait_for(lambda: len(list(directory.glob("*.pids"))) == 2, limit_s=100)
     pids = {int(pid) for path in directory.glob("*.pids") for pid in path.read_text().split()}
     assert len(pids) == 5  # two ranks, a child of each, the fork server
     return pids

@@ -28,6 +28,7 @@ from d9d.module.model import DecoderForCausalLM
 from d9d.module.model.io import SequenceHeadShared, SequenceInput, SequenceShared
 from d9d.module.parallelism.api import SequenceSharding
 from d9d.module.parallelism.model import parallelize_decoder
+from d9d.optim import localize_optimizer
 from d9d.pipelining.api import PipelineStageInfo
 from d9d.pipelining.factory import AnyPipelineScheduleConfig
 from tests.d9d.module.model.catalogue import CATALOGUE, VOCAB
@@ -122,7 +123,9 @@ def build_whole(name: str, dtype: torch.dtype, prepare: Callable[[nn.Module], No
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=0.5, foreach=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=0.5)
+    localize_optimizer(optimizer)  # as the native loop does
+    return optimizer
 
 
 def run_plainly(

@@ -78,6 +78,9 @@ def test_nothing_is_pickled():
     assert not found, f"a pickle runs code when it is read; use safetensors, DCP or JSON:{listed(found)}"
 
 
+LOAD = re.compile(r"\btorch\.load\b")
+
+
 def is_unsafe_load(call: ast.Call) -> bool:
     if ast.unparse(call.func) != "torch.load":
         return False
@@ -89,6 +92,7 @@ def test_torch_load_reads_weights_only():
     found = [
         f"{file.name}:{node.lineno}"
         for file in python_files(*PACKAGES, "examples", "tests")
+        if LOAD.search(file.text)  # to parse them all takes seconds
         for node in ast.walk(file.tree)
         if isinstance(node, ast.Call) and is_unsafe_load(node)
     ]

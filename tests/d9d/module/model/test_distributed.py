@@ -39,7 +39,7 @@ from d9d.module.parallelism.model import (
 from d9d.pipelining.api import PipelineStageInfo, StageBoundary
 from tests.d9d.module.block.oracles import FP64, randomize
 from tests.d9d.module.model.catalogue import CATALOGUE, HIDDEN, tokens
-from tests.harness.parity import assert_close_tree, named_full_gradients, named_full_parameters
+from tests.harness.parity import assert_close_tree, named_full_gradients, named_full_parameters, sgd_step
 from tests.harness.pipelines import build_pipeline, build_whole, run_whole
 
 WHOLE = PipelineStageInfo(0, 1)
@@ -123,7 +123,7 @@ def assert_step_equals_one_process(
             torch.testing.assert_close(losses, cut.shard(expected), **FP64)
     assert_close_tree(named_full_gradients(split), named_full_gradients(single), **FP64)
     for model in (split, single):
-        torch.optim.SGD(model.parameters(), lr=0.1, foreach=False).step()
+        sgd_step(model)
     assert_close_tree(named_full_parameters(split), named_full_parameters(single), **FP64)
 
 

@@ -17,7 +17,7 @@ from d9d.module.parallelism.plan import ParallelPlan, resolve_plan
 from d9d.module.parallelism.plan_apply import parallelize_by_plan
 from tests.d9d.module.block.oracles import FP64, randomize
 from tests.d9d.module.model.test_distributed import synchronized
-from tests.harness.parity import assert_close_tree, named_full_gradients, named_full_parameters
+from tests.harness.parity import assert_close_tree, named_full_gradients, named_full_parameters, sgd_step
 
 HIDDEN, HEADS, KEY_HEADS, HEAD_DIM, WIDTH = 6, 4, 2, 3, 8
 COUNTS = (HEADS, KEY_HEADS, KEY_HEADS)
@@ -75,7 +75,7 @@ def check(**degrees: int) -> None:
     synchronizer.wait()
     assert_close_tree(fused(named_full_gradients(split)), named_full_gradients(single), **FP64)
     for model in (split, single):
-        torch.optim.SGD(model.parameters(), lr=0.1, foreach=False).step()
+        sgd_step(model)
     assert_close_tree(fused(named_full_parameters(split)), named_full_parameters(single), **FP64)
 
 

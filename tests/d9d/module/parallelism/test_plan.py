@@ -25,7 +25,7 @@ from d9d.pipelining.api import StageBoundary
 from tests.d9d.module.block.oracles import FP64, randomize
 from tests.d9d.module.model.catalogue import CATALOGUE, HIDDEN, tokens
 from tests.d9d.module.model.test_distributed import causal_lm, losses_of, part_of_losses, sequence_of, synchronized
-from tests.harness.parity import assert_close_tree, named_full_gradients, named_full_parameters
+from tests.harness.parity import assert_close_tree, named_full_gradients, named_full_parameters, sgd_step
 
 DENSE, MOE, LATENT = "qwen3 dense", "qwen3 moe", "deepseek v3"
 BLOCKS = {
@@ -70,7 +70,7 @@ def check(name: str, patterns: Any, **degrees: int) -> nn.Module:
             (losses_of(single, tokens(seed=rank)).sum() / params.data_ranks).backward()
         assert_close_tree(named_full_gradients(split), named_full_gradients(single), **FP64)
         for model in (split, single):
-            torch.optim.SGD(model.parameters(), lr=0.1, foreach=False).step()
+            sgd_step(model)
         assert_close_tree(named_full_parameters(split), named_full_parameters(single), **FP64)
     return split
 

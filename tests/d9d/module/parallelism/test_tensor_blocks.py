@@ -30,7 +30,7 @@ from d9d.module.parallelism.api import (
 )
 from d9d.module.parallelism.tensor_blocks import check_tensor_parallel_heads
 from tests.d9d.module.block.oracles import FP64, randomize
-from tests.harness.parity import assert_close_tree, named_full_gradients, named_full_parameters
+from tests.harness.parity import assert_close_tree, named_full_gradients, named_full_parameters, sgd_step
 
 BATCH, TOKENS, HIDDEN, HEAD_DIM = 2, 4, 6, 4
 BOTH = pytest.mark.parametrize("sequence_parallel", [False, True])
@@ -317,7 +317,7 @@ def test_a_model(sequence_parallel: bool, is_tied: bool):
         expected.sum().backward()
         assert_close_tree(named_full_gradients(split), named_full_gradients(single), **FP64)
         for model in (split, single):
-            torch.optim.SGD(model.parameters(), lr=0.1).step()
+            sgd_step(model)
             model.zero_grad()
         assert_close_tree(named_full_parameters(split), named_full_parameters(single), **FP64)
 
