@@ -34,7 +34,7 @@ class ElasticLaneStream(MicrobatchPackStream):
         build_lane: Builds the stream of a lane from its index, at its start.
         collate_fn: Makes a microbatch from its elements.
         plan: Global batch sizes, counted in elements, microbatch size, lanes and seed; the same on every rank. Its tail
-            must be `Tail.wrap`, it must have no end (`num_epochs=None`) and skip nothing.
+            must be `Tail.wrap`, and it must have no end (`num_epochs=None`). Elements of steps to skip are drawn and dropped.
         dp_size: Number of data-parallel ranks.
         dp_rank: Index of this rank among them.
         total_steps: Number of packs until the stream ends; None for no end.
@@ -123,8 +123,12 @@ class ElasticLaneStream(MicrobatchPackStream):
     def _draw_pack(self, step: int) -> MicrobatchPack[Any]:
         plan, size = self._plan, self._plan.microbatch_size
         seeds = self._seeds_generators and may_seed_generators()
+        jump = plan.schedule.start(step) - plan.schedule.consumed(step)
         pack: list[Any] = []
         for lane, stream in self._lanes.items():
+            for _ in range(jump // plan.num_lanes):
+                # What comes behind is known only when this has been read.
+                next(stream)
             for start in plan.microbatch_starts(step, plan.num_lanes, lane):
                 elements = [next(stream) for _ in range(size)]
                 if seeds:
@@ -177,10 +181,5 @@ def _problems(plan: DataPlan, dp_size: int, dp_rank: int) -> list[str]:
         problems.append(
             f"num_epochs ({plan.num_epochs}) cannot be kept, as how many elements come out of an epoch is not known "
             "beforehand: set it to None, and total_steps to the number of steps."
-        )
-    if plan.schedule.skips:
-        problems.append(
-            f"skip_steps ({', '.join(map(str, plan.schedule.skips))}) cannot be jumped over: lanes with a state "
-            "know what comes next only when they have read what is before."
         )
     return problems

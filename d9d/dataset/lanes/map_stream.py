@@ -144,8 +144,9 @@ class ElasticMapStream(MicrobatchPackStream):
         self._disturbs_generators = options.num_workers == 0 and seeds_generators
         self._generators = KeptGenerators()
         self._worker_seeds = torch.Generator()
+        generators = self._generators if seeds_generators else None
         microbatches = MicrobatchLoader(
-            dataset, collate_fn, plan.order, SampleSeeds(plan.seed), attach_weights, seeds_generators
+            dataset, collate_fn, plan.order, SampleSeeds(plan.seed), attach_weights, generators
         )
         self._microbatches = _build_loader(microbatches, self._place, options, self._worker_seeds)
 

@@ -11,8 +11,8 @@ from torch.utils.data import Dataset
 
 from d9d.core.types import CollateFn, IdleMicrobatch
 from d9d.dataset.lanes.generators import (
+    KeptGenerators,
     may_seed_generators,
-    numpy_and_python_state,
     seed_generators,
     seed_torch_generator,
 )
@@ -110,10 +110,8 @@ class MicrobatchLoader(Dataset[Any]):
     Seeding NumPy and Python for each microbatch takes longer than loading small samples, most of which draw no random
     numbers. So loading begins without, and watches these generators. A microbatch that has drawn from them is dropped and
     loaded once more with seeds, as all after it are: what comes out is the same as with seeds from the start. PyTorch's
-    generator is seeded fast, and always: one may ask for its seed (`torch.initial_seed`), which leaves no trace. NumPy may
-    keep back the second of a pair of normal numbers, and give it without a trace, but none from before: PyTorch seeds
-    it in loader processes, and elsewhere `KeptGenerators` exchanges it. A dataset with a state is seeded from the start:
-    loading twice would move it twice.
+    generator is seeded fast, and always: one may ask for its seed (`torch.initial_seed`), which leaves no trace. A dataset
+    with a state is seeded from the start: loading twice would move it twice.
 
     Args:
         dataset: Map-style dataset.
@@ -121,7 +119,8 @@ class MicrobatchLoader(Dataset[Any]):
         order: Tells the weight at each position.
         seeds: Seed of each position.
         attach_weights: Puts the weights of samples into microbatches, or None to leave them out.
-        seeds_generators: Whether to seed the global generators for each microbatch.
+        generators: Block to seed the global generators in for each microbatch, or None to leave them alone. Who loads
+            begins it; in a loader process, the first microbatch does.
     """
 
     def __init__(
@@ -131,7 +130,7 @@ class MicrobatchLoader(Dataset[Any]):
         order: SampleOrder,
         seeds: SampleSeeds,
         attach_weights: AttachWeights | None,
-        seeds_generators: bool,
+        generators: KeptGenerators | None,
     ) -> None:
         # Looked up once: asking a protocol takes longer than loading many a sample.
         self._seeded = dataset if isinstance(dataset, SeededDataset) else None
@@ -141,21 +140,22 @@ class MicrobatchLoader(Dataset[Any]):
         self._order = order
         self._seeds = seeds
         self._attach_weights = attach_weights
-        self._seeds_generators = seeds_generators
-        self._has_drawn = isinstance(dataset, Stateful)
+        self._generators = generators
+        self._seeds_all = isinstance(dataset, Stateful)
 
     def __getitem__(self, request: MicrobatchRequest) -> Any:  # noqa: ANN401 - see `AttachWeights`
-        if not (self._seeds_generators and may_seed_generators()):
+        generators = self._generators
+        if generators is None or not may_seed_generators():
             return self._load(request)
         seed = self._seeds.at(request.start)
-        if not self._has_drawn:
+        if not self._seeds_all:
             # See [Note: seeding only what draws].
+            generators.keep_for_good()
             seed_torch_generator(seed)
-            before = numpy_and_python_state()
             microbatch = self._load(request)
-            if numpy_and_python_state() == before:
+            if not generators.have_drawn():
                 return microbatch
-            self._has_drawn = True
+            self._seeds_all = True
         seed_generators(seed)
         return self._load(request)
 

@@ -121,7 +121,7 @@ class AutoDataConfig(BaseModel):
         default=[],
         description=(
             "Steps, as pairs of first and last (from 1), whose samples are jumped over, such as those before a loss spike. "
-            "Set it when you resume from a checkpoint before them."
+            "Set it when you resume from a checkpoint before them. With packing, their documents are loaded, and dropped."
         ),
     )
     mixture: dict[str, int] = Field(
@@ -216,12 +216,6 @@ def _source_problems(config: AutoDataConfig) -> list[str]:
             config.num_workers,
             is_packed and config.num_workers > 0,
             "whose documents are loaded where the stream is read: set 0",
-        ),
-        (
-            "skip_steps",
-            config.skip_steps,
-            is_packed and bool(config.skip_steps),
-            "which knows what comes next only behind what is before: leave it out",
         ),
     ]
     problems = [

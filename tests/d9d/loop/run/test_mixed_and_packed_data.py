@@ -69,9 +69,11 @@ def provider(*, documents: type[Documents] = Documents, **changes: Any) -> AutoD
     return AutoDataProvider(build, batch_of if config.packing is None else collate_packed, config)
 
 
-def through_meshes(tmp_path, data: AutoDataProvider, meshes: dict[int, DeviceMeshParameters]) -> list[list[Any]]:
+def through_meshes(
+    tmp_path, data: AutoDataProvider, meshes: dict[int, DeviceMeshParameters], done: int = 0
+) -> list[list[Any]]:
     """Train up to each step on a mesh, resume on the next one, and return the microbatches of all steps."""
-    steps, done = [], 0
+    steps = []
     for until, mesh in meshes.items():
         overrides = {"checkpointing": {"save_dir": str(tmp_path / "saved"), "period_steps": "last_step"}}
         job = build_job(mesh, tmp_path / str(until), total_steps=until, data_provider=data, overrides=overrides)
@@ -123,6 +125,15 @@ def test_packed_documents_train_as_plain_pytorch_does(tmp_path):
         optimizer.step()
         losses.append(loss.item())
     assert list(job.losses().values()) == pytest.approx(losses, rel=0, abs=FP64_EXACT)
+
+
+@pytest.mark.world_size(1)
+def test_packed_steps_are_jumped_over(tmp_path):
+    options = {"packing": {"kind": "wrap", "num_tokens": NUM_FEATURES}}
+    through_meshes(tmp_path, provider(**options), {1: DeviceMeshParameters()})
+    skipping = provider(**options, skip_steps=[[2, 3]])
+    steps = through_meshes(tmp_path, skipping, {NUM_STEPS - 2: DeviceMeshParameters()}, done=1)
+    assert steps == packed_by_hand()[3:]
 
 
 BEST_FIT = {"kind": "best_fit", "num_tokens": NUM_FEATURES, "buffer_size": 5}
@@ -179,7 +190,7 @@ def test_other_mixtures_and_packing_are_refused(tmp_path, before, now, message):
     [
         ({"mixture": MIXTURE, "num_epochs": 1}, r"num_epochs \(1\) does not go with mixture, which has no end"),
         ({"packing": BEST_FIT, "tail": None}, r"tail \(None\) does not go with packing.*set 'wrap'"),
-        ({"packing": BEST_FIT, "num_workers": 2, "skip_steps": [[2, 3]]}, r"num_workers \(2\) .*; skip_steps"),
+        ({"packing": BEST_FIT, "num_workers": 2}, r"num_workers \(2\) does not go with packing.*set 0"),
         ({"mixture": {"web": 0}}, r"the weight of 'web' \(0\) must be at least 1"),
         ({"mixture": MIXTURE, "num_samples": 5}, r"num_samples \(5\) .*several datasets"),
         ({"packing": {"kind": "first_fit", "num_tokens": 4}}, "does not match any of the expected tags"),
