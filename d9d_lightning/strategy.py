@@ -248,6 +248,7 @@ class D9DStrategy(ParallelStrategy):
         self.set_world_ranks()
         if self.lightning_module is not None:
             check_callbacks(self.lightning_module.trainer, self.mesh, self.lightning_module)
+            self._options.check_module(self.lightning_module, self.mesh)
         self._checkpoints.begin(self.root_device, self._checkpoint_io)
         if not self.mesh.is_distributed:
             leave_job()

@@ -3,6 +3,7 @@
 import dataclasses
 
 from lightning.fabric.plugins import ClusterEnvironment
+from lightning.pytorch import LightningModule
 from torch import nn
 
 from d9d.core.dist_context import DeviceMeshParameters
@@ -11,9 +12,10 @@ from d9d_lightning.model_states.options import ModelStateOptions
 from d9d_lightning.options.config_check import LauncherName, strategy_problems
 from d9d_lightning.options.mesh import MeshOption
 from d9d_lightning.options.schedule import ScheduleSpec, schedule_config
-from d9d_lightning.pipeline.cut import PipelineOptions, map_stages
+from d9d_lightning.pipeline.cut import PipelineOptions, cut_of, map_stages
 from d9d_lightning.pipeline.stages import PipelineStages
 from d9d_lightning.placements.explain import accumulation_of, explain_module, steps_line
+from d9d_lightning.placements.mesh_check import check_mesh
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +45,11 @@ class StrategyOptions:
         return PipelineOptions(
             module_name=self.pipeline_module, stages=self.stages, schedule=schedule_config(self.schedule)
         )
+
+    def check_module(self, module: LightningModule, mesh: DeviceMeshParameters) -> None:
+        """Refuse a module that a mesh is not for, unless an earlier run has cut it; see `check_mesh`."""
+        if cut_of(module) is None:
+            check_mesh(module, self.plan, mesh)
 
     def explain(self, module: nn.Module, mesh: DeviceMeshParameters, *, is_distributed: bool) -> str:
         """Describe how a module runs on a mesh; see `explain_module`."""
