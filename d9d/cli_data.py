@@ -2,7 +2,10 @@
 
 import argparse
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
 
 __all__ = ["HELP", "add_arguments", "describe"]
 
@@ -19,6 +22,8 @@ The exit status is 0, or 1 if the job cannot run on one of the --dp.
   python -m d9d data plan config.yaml --dp 1,2,4,8 --num-samples 65536"""
 
 _LOOPS = ("trainer", "inference")
+
+T = TypeVar("T", bound="BaseModel")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,12 +59,12 @@ def describe(args: argparse.Namespace) -> tuple[str, bool]:
         OSError: It cannot be read.
     """
     import yaml
-    from pydantic import ValidationError
 
     from d9d.core.dist_context import DeviceMeshParameters
     from d9d.dataset.lanes.plan import MAX_LISTED
     from d9d.loop.auto.data import ANY_NUM_SAMPLES, AutoDataConfig, build_data_plan, rank_problems
     from d9d.loop.auto.data_report import describe_data
+    from d9d.loop.config import JobScheduleConfig
 
     try:
         document = yaml.safe_load(args.config.read_text())
@@ -67,27 +72,40 @@ def describe(args: argparse.Namespace) -> tuple[str, bool]:
         raise ValueError(f"{args.config} is no YAML: {error}") from error
     if not isinstance(document, dict):
         raise ValueError(f"{args.config} must hold settings by name.")
-    try:
-        config = AutoDataConfig.model_validate(document.get("data", document))
-        mesh = DeviceMeshParameters.model_validate(document.get("mesh", {})) if "data" in document else None
-    except ValidationError as error:
-        problems = (f"{'.'.join(map(str, each['loc'])) or 'data'}: {each['msg']}" for each in error.errors())
-        raise ValueError(f"{args.config}: " + "; ".join(problems)) from error
+    job: dict[str, Any] = document if "data" in document else {"data": document}
+    problems: list[str] = []
+    config = _read(AutoDataConfig, job["data"], "data", problems)
+    mesh = _read(DeviceMeshParameters, job.get("mesh", {}), "mesh", problems) if "data" in document else None
+    schedule = _read(JobScheduleConfig, *_schedule_of(job, problems), problems)
+    if config is None or schedule is None or problems:
+        raise ValueError(f"{args.config}: {'; '.join(problems)}")
     num_samples = config.num_samples if args.num_samples is None else args.num_samples
     any_plan = build_data_plan(config, ANY_NUM_SAMPLES if num_samples is None else num_samples)
     valid = any_plan.valid_dp_sizes[-MAX_LISTED:]
     own = set[int]() if mesh is None else {mesh.data_parallel}
     dp_sizes: list[int] = args.dp or sorted(own.union(valid))
-    text = describe_data(config, num_samples, dp_sizes, _total_steps(document))
+    text = describe_data(config, num_samples, dp_sizes, schedule.total_steps)
     return text, any(rank_problems(config, dp_size) for dp_size in dp_sizes)
 
 
 # Any: a config file holds what its author wrote.
-def _total_steps(document: dict[str, Any]) -> int | None:
-    from d9d.loop.config import JobScheduleConfig
+def _read(kind: type[T], settings: Any, where: str, problems: list[str]) -> T | None:  # noqa: ANN401
+    """Read settings, or note what is wrong with them."""
+    from pydantic import ValidationError
 
-    for loop in _LOOPS:
-        schedule = (document.get(loop) or {}).get("schedule") if "data" in document else None
-        if schedule is not None:
-            return JobScheduleConfig.model_validate(schedule).total_steps
+    try:
+        return kind.model_validate(settings)
+    except ValidationError as error:
+        problems.extend(f"{'.'.join(map(str, (where, *each['loc'])))}: {each['msg']}" for each in error.errors())
     return None
+
+
+def _schedule_of(job: dict[str, Any], problems: list[str]) -> tuple[Any, str]:
+    """Return the settings of the schedule and where they stand."""
+    for name in _LOOPS:
+        loop = job.get(name) or {}
+        if not isinstance(loop, dict):
+            problems.append(f"{name}: must hold settings by name")
+        elif "schedule" in loop:
+            return loop["schedule"], f"{name}.schedule"
+    return {}, "schedule"

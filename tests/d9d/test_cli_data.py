@@ -84,6 +84,16 @@ def test_ranks_that_do_not_fit_are_told_and_mended(job, capsys):
         ),
         (JOB.replace("total_steps: 5", "total_steps: 50"), (), r"total_steps \(50\) is more than the data has \(8\)"),
         (JOB.replace("12", "120"), (), "100 samples, fewer than one global batch"),
+        (
+            JOB.replace("total_steps: 5", "steps: 5").replace("num_workers", "workers"),
+            (),
+            "data.workers: Extra inputs .*; trainer.schedule.steps: Extra inputs",
+        ),
+        (
+            "data: [1]\ntrainer: [2]\nmesh: [3]",
+            (),
+            "data: Input .*; mesh: Input .*; trainer: must hold settings by name",
+        ),
         ("[1, 2]", (), "must hold settings by name"),
         ("{", (), "is no YAML"),
     ],
