@@ -5,9 +5,14 @@ from datetime import timedelta
 from itertools import product
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import (
-    _set_pg_timeout,  # pyright: ignore[reportPrivateUsage]  # there is no public way to change a timeout (torch 2.13)
-)
+
+try:
+    # New in torch 2.14, whose stubs the pinned one does not have.
+    from torch.distributed import set_timeout  # pyright: ignore[reportAttributeAccessIssue, reportUnknownVariableType]
+except ImportError:  # no public way to change a timeout before
+    from torch.distributed.distributed_c10d import (
+        _set_pg_timeout as set_timeout,  # pyright: ignore[reportPrivateUsage]
+    )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,4 +115,4 @@ class GroupPool:
         """Set the time limit of collectives that start from now on, on every group, and on those to come."""
         self._timeout = timeout
         for group in self.groups:
-            _set_pg_timeout(timeout, group)
+            set_timeout(timeout, group)
