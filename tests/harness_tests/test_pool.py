@@ -1,5 +1,6 @@
 """The pool keeps its ranks, adds to them, replaces them after a failure, and is cheap."""
 
+import gc
 import itertools
 import os
 import pickle
@@ -42,6 +43,16 @@ def body_that_keeps_its_mesh_in_caches() -> None:
 def body_that_prints_loops_of_groups() -> None:
     """Run on ranks."""
     print(count_gloo_loops())
+
+
+def body_that_prints_number_of_spared_objects() -> None:
+    """Run on ranks."""
+    print(gc.get_freeze_count())
+
+
+def body_that_imports() -> None:
+    """Run on ranks: a module that nothing else imports."""
+    import mailbox  # noqa: F401
 
 
 def body_that_leaves_groups() -> None:
@@ -132,6 +143,15 @@ def test_ranks_that_are_busy_without_a_task_are_replaced(pool: RankPool) -> None
     time.sleep(0.5)  # in which the ranks wait for a task
     assert _pids(pool, 2) == before  # noticed with the next task, after which the ranks are replaced
     assert not set(before) & set(_pids(pool, 2))
+
+
+def test_collections_skip_what_tests_have_imported(pool: RankPool) -> None:
+    counts = []
+    for body in ("body_that_prints_pid", "body_that_prints_pid", "body_that_imports"):
+        pool.run(_call(body), 1, timeout_s=60)
+        [report] = pool.run(_call("body_that_prints_number_of_spared_objects"), 1, timeout_s=60)
+        counts.append(int(report.output))
+    assert counts[1] <= counts[0] < counts[2]
 
 
 def test_a_test_costs_less_than_a_start_of_torch(pool: RankPool) -> None:
