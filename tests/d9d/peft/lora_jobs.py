@@ -27,6 +27,7 @@ from d9d.loop.event.catalogue.train import (
 from d9d.model_state.mapper.compose import ModelStateMapperSequential
 from d9d.module.block.hidden_states_aggregator import HiddenStatesAggregationMode
 from d9d.module.model import DecoderForCausalLM
+from d9d.module.parallelism.api import SequenceSharding
 from d9d.module.parallelism.model import parallelize_decoder
 from d9d.peft import inject_peft_and_freeze
 from d9d.peft.adapter_files import mapper_to_adapters, write_peft_adapter
@@ -37,9 +38,9 @@ from tests.d9d.module.block.oracles import EverythingInDouble, randomize
 from tests.d9d.module.model.catalogue import CATALOGUE
 from tests.harness.parity import full
 from tests.numerics.model_runs import SCHEDULES, TOKENS, Layout
-from tests.numerics.resumed_jobs import GLOBAL_BATCH, LanguageTask, TokenData, collate
+from tests.numerics.resumed_jobs import GLOBAL_BATCH, SAVED_AFTER, LanguageTask, TokenData, collate
 
-SAVED_AFTER, NUM_STEPS = 3, 6
+NUM_STEPS = 6
 RATE, EPSILON, MAX_NORM = 1e-2, 1e-4, 0.5
 MODEL = "qwen3 dense"
 PARAMS = {"r": 2, "alpha": 6, "dropout": 0.0}
@@ -105,6 +106,7 @@ def rank() -> int:
 def build(method: str, layout: Layout, folder: Path, saved: Path, *, saves: bool) -> tuple[Job, Provider, Trained]:
     """Build a job that loads the base weights from ``source`` beside its folder, and notes what trains."""
     provider = Provider(method, layout)
+    sharding = SequenceSharding.of(layout.mesh.build())
     job = build_job(
         layout.mesh,
         folder,
@@ -116,7 +118,7 @@ def build(method: str, layout: Layout, folder: Path, saved: Path, *, saves: bool
             AutoDataConfig(global_batch_size=GLOBAL_BATCH, microbatch_size=2, num_workers=0, pin_memory=False),
         ),
         optimizer={"name": "adamw", "lr": RATE, "eps": EPSILON},
-        task_class=LanguageTask,
+        task_class=lambda weight: LanguageTask(sharding),
         overrides={
             "pipelining": {"schedule": SCHEDULES[layout.schedule]},
             "checkpointing": {"save_dir": str(saved), "period_steps": SAVED_AFTER if saves else "disable"},

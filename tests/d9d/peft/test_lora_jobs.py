@@ -12,7 +12,6 @@ from tests.d9d.module.model.catalogue import tokens
 from tests.d9d.peft.lora_jobs import (
     METHODS,
     NUM_STEPS,
-    SAVED_AFTER,
     collected,
     load_theirs,
     resume,
@@ -23,7 +22,7 @@ from tests.d9d.peft.lora_jobs import (
 from tests.harness.parity import assert_close_tree
 from tests.harness.plugin import OnRanks
 from tests.numerics.model_runs import Layout
-from tests.numerics.resumed_jobs import forget_later_checkpoints
+from tests.numerics.resumed_jobs import SAVED_AFTER, forget_later_checkpoints
 
 peft = pytest.importorskip("peft")
 pytest.importorskip("transformers")
