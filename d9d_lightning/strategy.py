@@ -43,6 +43,7 @@ from d9d_lightning.gradients.precision import MeshClipping, NormScope, agree_on_
 from d9d_lightning.jobs.failures import RunFailure
 from d9d_lightning.jobs.launch import build_launcher, join_job, leave_job, tell_ranks
 from d9d_lightning.jobs.process_launcher import HandBack, ProcessLauncher
+from d9d_lightning.jobs.run_agreement import agree_on_run
 from d9d_lightning.jobs.signals import give_exit_code
 from d9d_lightning.model_states.module_states import ExportFormat, ModuleStates
 from d9d_lightning.model_states.options import MapperSpec, ModelStateOptions
@@ -97,6 +98,7 @@ class D9DStrategy(ParallelStrategy):
         keep_initial: Sequence[str] = (),
         load_mode: LoadMode = "each",
         on_nonfinite: OnNonfinite = "ignore",
+        max_restarts_without_progress: int = 3,
     ) -> None:
         """Describe the job; nothing is distributed yet.
 
@@ -126,6 +128,7 @@ class D9DStrategy(ParallelStrategy):
             keep_initial: Patterns, as of `fnmatch`, of tensors that the source does not have, such as ``["head.*"]``.
             load_mode: "broadcast": of ranks that hold the same shard one reads, where storage is slower than the network.
             on_nonfinite: "skip" leaves out steps whose loss or gradient norm is not finite, "raise" ends the run before them.
+            max_restarts_without_progress: Restarts by torchrun in a row that may resume from no newer checkpoint.
 
         Raises:
             ValueError: For a malformed mesh. All else that is wrong is said when the Trainer is constructed.
@@ -141,6 +144,8 @@ class D9DStrategy(ParallelStrategy):
             bucket_size_mb=bucket_size_mb,
             timeout_s=timeout_s,
             launcher=launcher,
+            on_nonfinite=on_nonfinite,
+            max_restarts_without_progress=max_restarts_without_progress,
             model_states=ModelStateOptions.read(source_checkpoint, load_mapper, export_mapper, keep_initial, load_mode),
         )
         self._model_states = ModuleStates(self._options.model_states)
@@ -204,11 +209,7 @@ class D9DStrategy(ParallelStrategy):
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {"num_replicas": self.mesh.data_parallel, "rank": self._dp_rank}
-
-    @property
-    def _dp_rank(self) -> int:
-        return replica_of(self.mesh, self.global_rank)
+        return {"num_replicas": self.mesh.data_parallel, "rank": replica_of(self.mesh, self.global_rank)}
 
     @override
     def _configure_launcher(self) -> None:
@@ -260,6 +261,7 @@ class D9DStrategy(ParallelStrategy):
         self._context = join_job(self.mesh, self.cluster_environment, num_devices, self.root_device, timeout_s)
         if self.lightning_module is not None:
             self._failure = RunFailure(self._context, self.lightning_module.trainer, timeout_s)
+            agree_on_run(self._context, self.lightning_module.trainer, self._options)
             if is_overridden("configure_model", self.lightning_module):  # a module that holds groups cannot be copied
                 self.lightning_module._device_mesh = self._context.mesh_for(DENSE_DOMAIN)
         self._checkpoints.join(self._context, self._failure)
@@ -306,7 +308,7 @@ class D9DStrategy(ParallelStrategy):
             self.root_device,
             num_microbatches=self._options.num_microbatches,
             num_replicas=self.mesh.data_parallel,
-            replica=self._dp_rank,
+            replica=replica_of(self.mesh, self.global_rank),
             own_backward=D9DStrategy.backward,
             note_loss=self.nonfinite_steps.note_loss,
         )
@@ -347,12 +349,9 @@ class D9DStrategy(ParallelStrategy):
             super().teardown()
             return
         # Distributed parameters stay on their device, where the next run uses them. Those without memory can not move.
-        self.precision_plugin.teardown()
-        if self.cluster_environment is not None:
-            self.cluster_environment.teardown()
-        if self.accelerator is not None:
-            self.accelerator.teardown()
-        self.checkpoint_io.teardown()
+        for part in (self.precision_plugin, self.cluster_environment, self.accelerator, self.checkpoint_io):
+            if part is not None:
+                part.teardown()
 
     @property
     @override

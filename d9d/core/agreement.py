@@ -2,7 +2,9 @@
 
 import hashlib
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Set
+from typing import cast
 
 from d9d.core.failures.report import spans
 from d9d.core.participants import Participants
@@ -11,6 +13,7 @@ __all__ = ["agree_on"]
 
 _MAX_SHOWN = 20
 _MAX_CHARACTERS = 200
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
 def agree_on(participants: Participants, what: str, facts: Mapping[str, object], mend: str) -> None:
@@ -21,7 +24,8 @@ def agree_on(participants: Participants, what: str, facts: Mapping[str, object],
     Args:
         participants: The ranks.
         what: What the facts are about, for the error.
-        facts: By name; values that JSON does not have count by their text. Nested mappings are compared entry by entry.
+        facts: By name; values that JSON does not have count by their text, without addresses. Nested mappings are compared
+            entry by entry.
         mend: What to do about it, a sentence.
 
     Raises:
@@ -45,8 +49,15 @@ def _as_texts(facts: Mapping[str, object], prefix: str) -> dict[str, str]:
         if isinstance(value, Mapping) and value:
             texts |= _as_texts({str(key): each for key, each in value.items()}, f"{prefix}{name}.")
         else:
-            texts[f"{prefix}{name}"] = json.dumps(value, default=str)
+            texts[f"{prefix}{name}"] = json.dumps(value, default=_described)
     return texts
+
+
+def _described(value: object) -> object:
+    """Return what stands for a value that JSON does not have: the same on ranks that have the same."""
+    if isinstance(value, Set):
+        return sorted(_ADDRESS.sub("", repr(each)) for each in cast("Set[object]", value))
+    return _ADDRESS.sub("", str(value))
 
 
 def _differences(facts_of_ranks: list[dict[str, str]]) -> list[str]:

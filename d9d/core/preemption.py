@@ -20,10 +20,13 @@ from typing import final
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import (
+    _get_default_store,  # pyright: ignore[reportPrivateUsage]  # the store has no public name (torch 2.13)
+)
 
 from d9d.core.dist_context import DistributedContext
 
-__all__ = ["PreemptedExit", "SignalAgreement", "StopSignals", "end_at_once", "exit_code_of"]
+__all__ = ["PreemptedExit", "SignalAgreement", "StopSignals", "end_at_once", "exit_code_of", "wait_for_ends"]
 
 _TARGET_S = 1.0
 """Time between two exchanges that they settle at, in seconds: short against the 30 s that schedulers leave a job to save
@@ -31,6 +34,13 @@ in, and long against the tenth of a millisecond that an exchange takes."""
 
 _MAX_STEPS = 64
 """Most steps between two exchanges, so that a stretch of fast steps does not put off the next one for long."""
+
+
+END_LIMIT_S = 300.0
+"""How long a rank that a signal ends waits for the others, in seconds. A launcher that was told to end itself kills them
+earlier; one that sees a rank exit ends the others, though they may still write a log."""
+
+_POLL_S = 0.05
 
 
 def exit_code_of(signum: int) -> int:
@@ -45,6 +55,24 @@ class PreemptedExit(SystemExit):
         """Take the signal that any of the ranks has got."""
         super().__init__(exit_code_of(signum))
         self.signum = signum
+
+
+def wait_for_ends(context: DistributedContext) -> None:
+    """Wait until all ranks have come to their end, or `END_LIMIT_S` have passed. All ranks must call it; blocks the host.
+
+    Not by a collective: limits of those are made for steps, and ranks may close trackers and write logs for longer. Nor does it
+    raise where one of them fails on its way.
+    """
+    size = context.world_size
+    if size == 1:
+        return
+    with contextlib.suppress(RuntimeError):  # who keeps the store may go first, when all are through
+        store = _get_default_store()
+        num_ends = store.add("d9d/num_ends", 1)
+        expected = -(-num_ends // size) * size  # those of earlier runs in these processes count too
+        end_s = time.monotonic() + END_LIMIT_S
+        while store.add("d9d/num_ends", 0) < expected and time.monotonic() < end_s:
+            time.sleep(_POLL_S)
 
 
 def end_at_once(signum: int) -> None:

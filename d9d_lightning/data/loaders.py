@@ -4,10 +4,12 @@
 
 from lightning.fabric.utilities.data import _auto_add_worker_init_fn, sized_len
 from lightning.pytorch import Trainer
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler
 
+from d9d.core.agreement import agree_on
 from d9d.core.dist_context import DistributedContext
 from d9d.core.dist_ops import all_gather_object
+from d9d.core.participants import Participants
 from d9d.dataset.lanes.loader_processes import OwnProcessGroup
 from d9d_lightning.data.elastic_loader import ElasticLoader
 from d9d_lightning.data.evaluation_loaders import count_samples_once
@@ -35,7 +37,8 @@ def prepare_loader(
 
     Raises:
         RuntimeError: On all ranks, if some have no batch and others have.
-        ValueError: On all ranks, for an elastic loader that does not fit, or samples that are too few to evaluate.
+        ValueError: On all ranks, for an elastic loader that does not fit, or samples that are too few to evaluate, or if ranks
+            train on different numbers of batches, or share out other samples than the others do.
     """
     stage = trainer.state.stage
     if isinstance(loader, ElasticLoader):
@@ -47,6 +50,7 @@ def prepare_loader(
         loader = count_samples_once(loader, stage)
     _set_up_workers(loader, rank)
     _refuse_missing_batches(loader, trainer, context)
+    _agree_on_training_data(loader, trainer, context)
     if trainer.training and isinstance(loader, StatefulLoader):
         own = loader.loader if isinstance(loader, RankStateLoader) else loader
         return RankStateLoader(own, trainer, num_ranks, rank)
@@ -73,3 +77,32 @@ def _refuse_missing_batches(loader: object, trainer: Trainer, context: Distribut
             f"the {type(loader).__name__} has no batch on {len(without)} of {len(lengths)} data-parallel ranks: the others "
             f"would wait for them. Give each rank a sample at least, or use fewer ranks."
         )
+
+
+def _agree_on_training_data(loader: object, trainer: Trainer, context: DistributedContext | None) -> None:
+    group = None if context is None else context.replica_group
+    if group is None or not trainer.training:
+        return
+    facts: dict[str, object] = {}
+    combined = trainer.fit_loop._combined_loader
+    # Of several loaders the mode of their combination decides how many batches are read.
+    if combined is None or len(combined.flattened) == 1:
+        facts["number of batches"] = _num_training_batches(loader, trainer)
+    sampler = loader.sampler if isinstance(loader, DataLoader) else None
+    if isinstance(sampler, DistributedSampler):
+        facts["samples of the dataset"] = sized_len(sampler.dataset)
+        facts["seed of the shuffle"] = sampler.seed if sampler.shuffle else None
+    mend = (
+        "Give all ranks the same dataset and one seed (seed_everything() with the same number), or equally many batches "
+        "(limit_train_batches)."
+    )
+    agree_on(Participants([group]), "the training data (here a rank is a data-parallel one)", facts, mend)
+
+
+def _num_training_batches(loader: object, trainer: Trainer) -> int | None:
+    """Return how many batches of a loader an epoch has; None if the loader does not tell."""
+    length, limit = sized_len(loader), trainer.limit_train_batches
+    if length is None:
+        return None
+    length = min(length, limit) if isinstance(limit, int) else int(length * limit)
+    return length if trainer.max_steps < 0 else min(length, trainer.max_steps * trainer.accumulate_grad_batches)

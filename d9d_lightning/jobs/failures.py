@@ -20,16 +20,14 @@ from d9d.core.dist_context import DistributedContext
 from d9d.core.failures.error_file import write_error_file
 from d9d.core.failures.report import described, is_echo
 from d9d.core.failures.watch import JobWatch
+from d9d.core.preemption import wait_for_ends
 from d9d.pipelining.p2p import close_group
 
 _log = logging.getLogger(__name__)
 
-LIMIT_S = 10.0
+LIMIT_S = 6.0
 """How long a rank that has raised waits for the others to do so too, in seconds. What all ranks run into, they run into
-within a step of each other."""
-
-LOGS_LIMIT_S = 30.0
-"""How long a rank that a signal ends waits for the logs of the others, in seconds: as long as torchrun lets ranks end."""
+within a step of each other; and where one has failed alone, all shall have ended within 10 s."""
 
 _POLL_S = 0.02
 
@@ -125,15 +123,7 @@ class RunFailure:
         self._watch.leave()
         if self._is_told_to_end:
             self._is_told_to_end = False
-            with contextlib.suppress(RuntimeError):  # who keeps the store may go first, when all are through
-                self._wait_for_logs(_get_default_store())
-
-    def _wait_for_logs(self, store: Store) -> None:
-        store.set(self._key(f"{self._context.rank}/logs"), "closed")
-        all_keys = [self._key(f"{rank}/logs") for rank in range(self._context.world_size)]
-        end_s = time.monotonic() + LOGS_LIMIT_S
-        while not store.check(all_keys) and time.monotonic() < end_s:
-            time.sleep(_POLL_S)
+            wait_for_ends(self._context)
 
     def _key(self, name: str | int) -> str:
         return f"d9d/runs/{self._run}/{name}"

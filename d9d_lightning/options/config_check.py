@@ -38,6 +38,7 @@ def strategy_problems(
     bucket_size_mb: object = 32,
     min_unit_params: object = 0,
     timeout_s: object = None,
+    max_restarts_without_progress: object = 3,
     model_states: ModelStateOptions | None = None,
 ) -> list[str]:
     """Say all that is wrong with the options of the strategy, each with its numbers and how to mend it.
@@ -55,6 +56,7 @@ def strategy_problems(
         bucket_size_mb: Size of gradient buckets in MiB.
         min_unit_params: Smallest FSDP unit of the default plan.
         timeout_s: Time limit of collectives in seconds; None for the usual one.
+        max_restarts_without_progress: Restarts in a row that may bring no newer checkpoint.
         model_states: Where weights come from; None keeps those of the module.
     """
     problems = _process_problems(environment, num_devices, num_nodes)
@@ -76,6 +78,10 @@ def strategy_problems(
             "precision='bf16-mixed' or 'bf16-true' of the Trainer."
         )
     problems += _number_problems(bucket_size_mb, min_unit_params, timeout_s)
+    if type(max_restarts_without_progress) is not int or max_restarts_without_progress < 0:
+        problems.append(
+            f"max_restarts_without_progress ({max_restarts_without_progress!r}) must be a whole number of at least 0."
+        )
     if model_states is not None:
         problems += model_states.problems()
     if not starts_elsewhere(environment) and num_devices * num_nodes > 1:

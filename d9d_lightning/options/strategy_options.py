@@ -7,6 +7,7 @@ from lightning.pytorch import LightningModule
 from torch import nn
 
 from d9d.core.dist_context import DeviceMeshParameters
+from d9d.internals.nonfinite import OnNonfinite
 from d9d.module.parallelism.plan import ParallelPlan
 from d9d_lightning.model_states.options import ModelStateOptions
 from d9d_lightning.options.config_check import LauncherName, strategy_problems
@@ -31,6 +32,8 @@ class StrategyOptions:
     bucket_size_mb: int
     timeout_s: float | None
     launcher: LauncherName | None
+    on_nonfinite: OnNonfinite
+    max_restarts_without_progress: int
     model_states: ModelStateOptions
 
     @property
@@ -84,5 +87,6 @@ class StrategyOptions:
             bucket_size_mb=self.bucket_size_mb,
             min_unit_params=self.plan.min_unit_params,
             timeout_s=self.timeout_s,
+            max_restarts_without_progress=self.max_restarts_without_progress,
             model_states=self.model_states,
         )

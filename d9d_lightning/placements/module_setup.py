@@ -18,6 +18,7 @@ from d9d.internals.materialize import materialize_module
 from d9d.module.parallelism.plan import ParallelPlan, resolve_plan
 from d9d_lightning.pipeline.cut import Pipeline, PipelineOptions, cut_module, pipeline_of
 from d9d_lightning.placements.fsdp_steps import show_module_shards
+from d9d_lightning.placements.module_agreement import agree_on_module
 from d9d_lightning.placements.parallelize import broadcast_values, parallelize_module
 
 
@@ -46,7 +47,12 @@ def set_up_module(
         layer_sync: Converts batch norms, for ``sync_batchnorm``; None leaves them.
         pipeline_options: How to cut it into stages; None leaves it whole.
         names_to_load: Returns the tensors of the distributed module that a source sets later.
+
+    Raises:
+        ValueError: On all ranks, if they have different modules.
     """
+    if context is not None:
+        agree_on_module(module, context)
     if layer_sync is not None and context is not None:
         _sync_batch_norms(module, layer_sync, context)
     precision.convert_module(module)
@@ -87,6 +93,8 @@ def equalise_module(module: nn.Module, context: DistributedContext | None, devic
     for tensor in (*module.parameters(), *module.buffers()):
         if not isinstance(tensor, DTensor) and not tensor.is_meta:
             tensor.data = tensor.data.to(device)
+    if pipeline_of(module) is None:
+        agree_on_module(module, context)
     _equalise(module, pipeline_of(module), context)
 
 

@@ -17,6 +17,7 @@ from d9d.core.dist_context import DistributedContext
 from d9d.core.fsdp_internals import fsdp_units, keep_gathered
 from d9d.core.placement import local_tensor
 from d9d.optim.local_shards import localize_optimizer
+from d9d_lightning.checkpoints.restarts import count_fit
 from d9d_lightning.collectives import all_gather_stacked, reduce_over
 from d9d_lightning.data.loader_states import draw_order_again, load_waiting_states
 from d9d_lightning.data.loaders import prepare_loader
@@ -31,6 +32,7 @@ from d9d_lightning.pipeline.cut import pipeline_of
 from d9d_lightning.pipeline.gradients import PipelineGradients
 from d9d_lightning.pipeline.step import PipelineSteps, StepArguments
 from d9d_lightning.placements.fsdp_steps import FsdpSteps, show_module_shards
+from d9d_lightning.placements.module_agreement import agree_on_optimizers
 from d9d_lightning.placements.module_setup import ModelBuffers
 from d9d_lightning.placements.parallelize import FlagFollower, data_parallel_groups
 from d9d_lightning.steps.pack_optimization import PackOptimization, check_pipeline_optimizers
@@ -131,15 +133,21 @@ class TrainerRun:
         lightning_optimizers: Sequence[LightningOptimizer],
         options: StrategyOptions,
     ) -> None:
-        """Take over gradients and buffers, on several ranks.
+        """Begin a fit: on several ranks, take over gradients and buffers. All ranks must call it.
 
         Args:
             optimizers: Of the module, with their states on the device.
             lightning_optimizers: Lightning's wrappers around them.
             options: Of the strategy.
+
+        Raises:
+            RuntimeError: If torchrun has restarted the job too often without progress.
+            ValueError: On all ranks, if they have different optimizers.
         """
+        count_fit(self._trainer, self._context, options.max_restarts_without_progress)
         if self._context is None:
             return
+        agree_on_optimizers(self._module, optimizers, self._context, is_cut=pipeline_of(self._module) is not None)
         module, data_groups = self._module, data_parallel_groups(self._context)
         self._buffers = ModelBuffers(module)
         if self._pipeline_steps is not None:

@@ -6,7 +6,7 @@ from collections.abc import Generator
 from typing import final
 
 from d9d.core.dist_context import DistributedContext
-from d9d.core.preemption import PreemptedExit, SignalAgreement, StopSignals
+from d9d.core.preemption import PreemptedExit, SignalAgreement, StopSignals, wait_for_ends
 from d9d.loop.config import PreemptionConfig
 
 __all__ = ["PreemptionWatch"]
@@ -40,7 +40,7 @@ class PreemptionWatch:
             yield
             if self._agreed:
                 # A launcher that sees the first rank end may end the others, and one may still write its logs.
-                self._dist_context.wait_world()
+                wait_for_ends(self._dist_context)
                 raise PreemptedExit(self._agreed)
 
     def stops_job(self) -> bool:

@@ -75,7 +75,9 @@ def _refuse_without_progress(
         num_without_progress = 0 if is_further else before.num_without_progress + 1
     _write(folder / RECORD_NAME, _Record(environment.run_id, environment.attempt, newest_step, num_without_progress))
     reached = (
-        "there is no checkpoint yet" if newest_step is None else f"the newest checkpoint is that of step {newest_step}"
+        "there is no checkpoint to resume from"
+        if newest_step is None
+        else f"the newest checkpoint is that of step {newest_step}"
     )
     if environment.attempt > 0:
         logger.info("restart %d of the job: %s", environment.attempt, reached)

@@ -1,6 +1,7 @@
 """Ranks that do not agree: all of them hear of each difference by name."""
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from d9d.core.agreement import agree_on
@@ -35,6 +36,17 @@ def test_each_difference_is_named_with_its_ranks():
         "- only here: nothing on ranks 0-2; null on rank 3",
         "Mend it.",
     ]
+
+
+@pytest.mark.world_size(2)
+def test_objects_count_by_their_text_without_its_address():
+    class Mapper:
+        pass
+
+    kept = [Mapper() for _ in range(dist.get_rank() + 1)]  # so that the next ones lie elsewhere
+    agree_on(all_ranks(), "x", {"mapper": Mapper(), "function": lambda: kept, "set": {"b", "a"}}, "Mend it.")
+    with pytest.raises(ValueError, match=r"float16.? on rank 0; .*float64.? on rank 1"):
+        agree_on(all_ranks(), "x", {"dtype": (torch.float16, torch.float64)[dist.get_rank()]}, "Mend it.")
 
 
 @pytest.mark.world_size(2)

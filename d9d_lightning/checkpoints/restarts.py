@@ -1,0 +1,48 @@
+"""Fits that torchrun starts again: counted, and stopped where they get no further."""
+# Lightning keeps the checkpoint that it has loaded to itself
+# pyright: reportPrivateUsage=false
+
+import logging
+from pathlib import Path
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from d9d.core.dist_context import DistributedContext
+from d9d.core.launch import RestartEnvironment
+from d9d.core.participants import Participants
+from d9d.loop.component.restarts import count_restart
+from d9d_lightning.checkpoints.trainer_checks import local_path
+
+__all__ = ["count_fit"]
+
+_log = logging.getLogger(__name__)
+
+
+def count_fit(trainer: Trainer, context: DistributedContext | None, limit: int) -> None:
+    """Refuse to fit if torchrun has restarted the job too often without progress. All ranks must call it; blocks.
+
+    Progress is a checkpoint that is newer than the one that the attempt before has resumed from. It is counted in the folder
+    of the first `ModelCheckpoint`; without one nothing tells how far a job has come.
+
+    Args:
+        trainer: Is about to fit, and has loaded a checkpoint if it resumes.
+        context: Ranks of the job; None on one process.
+        limit: Restarts in a row without progress that are allowed.
+
+    Raises:
+        RuntimeError: It was restarted more often.
+    """
+    folders = [callback.dirpath for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
+    # Without files there are no callbacks either, as in fast_dev_run.
+    if not folders or folders[0] is None:
+        return
+    participants = Participants([] if context is None else context.groups[:1])
+    step: int | None = trainer._checkpoint_connector._loaded_checkpoint.get("global_step")
+    if participants.rank == 0 and step is None and RestartEnvironment.read().attempt > 0:
+        _log.warning(
+            "torchrun has restarted the job, and fit() begins at the first step. To resume, call fit(ckpt_path='last'), with "
+            "ModelCheckpoint(dirpath=..., save_last=True): a folder that each start finds again."
+        )
+    name = "D9DStrategy(max_restarts_without_progress=...)"
+    count_restart(participants, local_path(Path(folders[0])), step, limit, name, _log)
