@@ -1,14 +1,14 @@
 """A LightningDataModule over map-style datasets, with the elastic stream for training."""
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 from lightning.pytorch import LightningDataModule
 from torch.utils.data import DataLoader, Dataset
 from typing_extensions import override
 
 from d9d.core.types import CollateFn
-from d9d.dataset.lanes import LoaderOptions, MapDataset, Tail
+from d9d.dataset.lanes import LoaderOptions, MapDataset, StepRange, Tail
 from d9d_lightning.data.elastic_loader import ElasticLoader, elastic_dataloader
 
 __all__ = ["D9DDataModule"]
@@ -31,7 +31,9 @@ class D9DDataModule(LightningDataModule):
         evaluation_batch_size: Samples of an evaluation batch of a rank. With two or more, all ranks have as many batches.
         collate_fn: Makes a batch from samples. None: PyTorch's default.
         seed: Seed of the shuffle, and of random numbers within training samples.
+        shuffle: Draw another order of the training samples for each pass over them.
         tail: What happens to samples that do not fill a last training step; see `elastic_dataloader`.
+        skip_steps: Training steps to jump over, such as those of a loss spike.
         loading: Loader processes of each loader, and how they load.
     """
 
@@ -47,7 +49,9 @@ class D9DDataModule(LightningDataModule):
         evaluation_batch_size: int = 1,
         collate_fn: CollateFn | None = None,
         seed: int = 0,
-        tail: Tail = Tail.drop,
+        shuffle: bool = True,
+        tail: Tail | Literal["drop", "wrap"] = Tail.drop,
+        skip_steps: Sequence[StepRange] = (),
         loading: LoaderOptions | None = None,
     ) -> None:
         super().__init__()
@@ -58,7 +62,9 @@ class D9DDataModule(LightningDataModule):
         self._evaluation_batch_size = evaluation_batch_size
         self._collate_fn = collate_fn
         self._seed = seed
-        self._tail = tail
+        self._shuffle = shuffle
+        self._tail: Tail | Literal["drop", "wrap"] = tail
+        self._skip_steps = skip_steps
         self._loading = loading or LoaderOptions()
 
     @override
@@ -71,7 +77,9 @@ class D9DDataModule(LightningDataModule):
             batch_size=self._batch_size,
             collate_fn=self._collate_fn,
             seed=self._seed,
+            shuffle=self._shuffle,
             tail=self._tail,
+            skip_steps=self._skip_steps,
             loading=self._loading,
         )
 

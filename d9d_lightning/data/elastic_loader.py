@@ -4,6 +4,7 @@
 
 import dataclasses
 from collections.abc import Iterator, Sequence
+from numbers import Integral
 from typing import Any, Literal, cast
 
 import torch.distributed as dist
@@ -302,13 +303,20 @@ def elastic_dataloader(
         ValueError: The sizes do not fit together; names all problems.
         TypeError: The dataset has no length.
     """
-    if Tail(tail) not in (Tail.drop, Tail.wrap):
-        raise ValueError(
-            f"tail {Tail(tail).value!r} gives steps of other sizes or samples twice, which Lightning's loop would count as whole "
-            f"batches: use 'drop' or 'wrap'."
-        )
+    num_samples = dataset_length(dataset)
+    sizes = {"global_batch_size": global_batch_size, "batch_size": batch_size}
+    problems = [
+        *(
+            f"{name} ({size!r}) must be a whole number from 1 on."
+            for name, size in sizes.items()
+            if size is not None and not _is_size(size)
+        ),
+        *_problems_of_order(tail, skip_steps),
+    ] or _problems_of_sizes(num_samples, global_batch_size, batch_size, Tail(tail))
+    if problems:
+        raise ValueError(" ".join(problems))
     plan = DataPlan(
-        num_samples=dataset_length(dataset),
+        num_samples=num_samples,
         schedule=BatchSchedule(ramp=(RampPoint(0, global_batch_size),), skips=tuple(skip_steps)),
         microbatch_size=global_batch_size if batch_size is None else batch_size,
         seed=seed,
@@ -325,3 +333,40 @@ def elastic_dataloader(
         loading=loading,
         seeds_generators=seeds_generators,
     )
+
+
+def _is_size(size: object) -> bool:
+    return isinstance(size, Integral) and int(size) >= 1
+
+
+def _problems_of_order(tail: str, skip_steps: Sequence[object]) -> list[str]:
+    problems = [
+        f"skip_steps ({skip!r}) must be a StepRange of zero-based steps, such as StepRange(100, 120)."
+        for skip in skip_steps
+        if not isinstance(skip, StepRange)
+    ]
+    if tail not in (Tail.drop, Tail.wrap):
+        problems.append(
+            f"tail ({str(tail)!r}) must be 'drop' or 'wrap': others give steps of other sizes or samples twice, which "
+            "Lightning's loop would count as whole batches."
+        )
+    return problems
+
+
+def _problems_of_sizes(num_samples: int, global_batch_size: int, batch_size: int | None, tail: Tail) -> list[str]:
+    """Return what `DataPlan` would find, in the words of `elastic_dataloader`."""
+    problems: list[str] = []
+    if batch_size is not None and global_batch_size % batch_size:
+        multiple = global_batch_size // batch_size * batch_size
+        valid = " or ".join(str(size) for size in (multiple, multiple + batch_size) if size)
+        problems.append(
+            f"global_batch_size ({global_batch_size}) is not a multiple of batch_size ({batch_size}). Use {valid}."
+        )
+    if num_samples < 1:
+        problems.append("the dataset has no samples.")
+    elif tail is Tail.drop and num_samples < global_batch_size:
+        problems.append(
+            f"the dataset has {num_samples} samples, fewer than one global batch (global_batch_size {global_batch_size}): lower "
+            "global_batch_size, or set tail to 'wrap'."
+        )
+    return problems

@@ -144,6 +144,10 @@ def test_shuffled_epochs_differ_and_hold_each_sample_once():
 def test_steps_are_jumped_over():
     steps, _ = on_one_process({"shuffle": False, "skip_steps": [StepRange(1, 3)]}, 1)
     assert steps == {0: list(range(G)), 1: list(range(G, 2 * G))}  # that of the second epoch
+    data = D9DDataModule(Numbered(), global_batch_size=G, shuffle=False, skip_steps=[StepRange(1, 3)])
+    loader = data.train_dataloader()
+    loader.join(None, 1, 0)
+    assert [batch[2].tolist() for batch in loader] == list(steps.values())
 
 
 def test_loader_processes_go_on_over_the_ends_of_epochs():
@@ -354,14 +358,21 @@ def test_numbers_of_ranks_that_cannot_share_a_step(batch_size, message):
         elastic_dataloader(Numbered(), global_batch_size=9, batch_size=batch_size).join(None, 2, 0)
 
 
-def test_malformed_loaders():
-    for tail in ("pad", "short"):
-        with pytest.raises(ValueError, match=f"tail '{tail}' gives steps of other sizes"):
-            elastic_dataloader(Numbered(), global_batch_size=G, tail=tail)
-    with pytest.raises(ValueError, match=r"global_batch_size \(8\) is not a multiple of microbatch_size \(3\)"):
-        elastic_dataloader(Numbered(), global_batch_size=G, batch_size=3)
-    with pytest.raises(ValueError, match="fewer than one global batch"):
-        elastic_dataloader(Numbered(), global_batch_size=32)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tail": "pad"}, r"tail \('pad'\) must be 'drop' or 'wrap'"),
+        ({"tail": "dropp", "skip_steps": [(1, 2)]}, r"skip_steps \(\(1, 2\)\) must be a StepRange.*tail \('dropp'\)"),
+        ({"batch_size": 3}, r"global_batch_size \(8\) is not a multiple of batch_size \(3\)\. Use 6 or 9"),
+        ({"batch_size": 16}, r"not a multiple of batch_size \(16\)\. Use 16\."),
+        ({"global_batch_size": "8", "batch_size": 0}, r"global_batch_size \('8'\) must be .*batch_size \(0\) must be"),
+        ({"global_batch_size": 32}, r"fewer than one global batch .*set tail to 'wrap'\."),
+        ({"dataset": []}, "the dataset has no samples"),
+    ],
+)
+def test_malformed_loaders(options, message):
+    with pytest.raises(ValueError, match=message):
+        elastic_dataloader(**{"dataset": Numbered(), "global_batch_size": G, **options})
 
 
 @pytest.mark.world_size(1)
