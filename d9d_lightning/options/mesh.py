@@ -35,7 +35,7 @@ class MeshOption:
         """
         if isinstance(mesh, DeviceMeshParameters):
             return cls(degrees=mesh.model_dump(), open_degree=None)
-        if mesh is None or isinstance(mesh, str):
+        if not isinstance(mesh, Mapping):
             if mesh not in (None, "auto"):
                 raise ValueError(f"mesh ({mesh!r}) must be 'auto', a mapping of degrees or a DeviceMeshParameters.")
             return cls(degrees={}, open_degree="data_parallel_replicate")

@@ -1,10 +1,12 @@
 """The options of the strategy as one value: what a user has said, before anything runs."""
 
 import dataclasses
+from collections.abc import Mapping
 
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch import LightningModule
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from d9d.core.dist_context import DeviceMeshParameters
 from d9d.internals.nonfinite import OnNonfinite
@@ -74,7 +76,7 @@ class StrategyOptions:
             num_devices: Number of processes on each machine.
             num_nodes: Number of machines.
         """
-        return strategy_problems(
+        return self._kind_problems() + strategy_problems(
             self.mesh,
             environment,
             num_devices=num_devices,
@@ -90,3 +92,28 @@ class StrategyOptions:
             max_restarts_without_progress=self.max_restarts_without_progress,
             model_states=self.model_states,
         )
+
+    def _kind_problems(self) -> list[str]:
+        """Say which options are of another kind than their annotations: nobody has checked them."""
+        given: dict[str, object] = {
+            **self.plan.fsdp_kwargs,
+            "parallelize": self.plan.parallelize,
+            "stages": self.stages,
+        }
+        problems: list[str] = []
+        plan, policy = given["parallelize"], given.get("mp_policy")
+        if plan is not None and not callable(plan) and not isinstance(plan, Mapping):
+            problems.append(
+                f"parallelize ({plan!r}) must be a mapping of patterns to words, the path of a YAML file, a function of "
+                f"(module, context), or None."
+            )
+        if not isinstance(policy, MixedPrecisionPolicy | None):
+            problems.append(f"mp_policy ({policy!r}) must be a torch.distributed.fsdp.MixedPrecisionPolicy, or None.")
+        reshard, stages = given["reshard_after_forward"], given["stages"]
+        if not isinstance(reshard, int | None):
+            problems.append(f"reshard_after_forward ({reshard!r}) must be True, False, a number of ranks, or None.")
+        if not isinstance(stages, PipelineStages):
+            problems.append(
+                f"stages ({stages!r}) must be a PipelineStages, such as PipelineStages(layers=[...]), or None."
+            )
+        return problems

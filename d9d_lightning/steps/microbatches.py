@@ -121,7 +121,9 @@ def _split(node: PyTree[Any], cut: _Cut, path: str) -> Sequence[PyTree[Any]]:
     raise TypeError(f"{path} is a {type(node).__name__}, which can not be cut into microbatches. {_SPLIT_YOURSELF}")
 
 
-def merge_outputs(outputs: Sequence[PyTree[Any]], weights: Sequence[float]) -> PyTree[Any]:
+def merge_outputs(
+    outputs: Sequence[PyTree[Any]], weights: Sequence[float], path: str = "what the step returned"
+) -> PyTree[Any]:
     """Put the outputs of a batch's microbatches together, as if the step had run once.
 
     Tensors are joined along their first dimension; those without dimensions become their weighted mean, and so do
@@ -130,6 +132,7 @@ def merge_outputs(outputs: Sequence[PyTree[Any]], weights: Sequence[float]) -> P
     Args:
         outputs: In order of the microbatches, of equal structure.
         weights: Part of each microbatch in the batch.
+        path: Where they are from, for errors.
 
     Raises:
         TypeError: If the structures differ, or something can not be merged.
@@ -139,7 +142,7 @@ def merge_outputs(outputs: Sequence[PyTree[Any]], weights: Sequence[float]) -> P
         return first
     if len(set(map(type, outputs))) > 1:
         names = ", ".join(sorted({type(output).__name__ for output in outputs}))
-        raise TypeError(f"the step returned different types for the microbatches of one batch: {names}.")
+        raise TypeError(f"{path} has different types for the microbatches of one batch: {names}.")
     if isinstance(first, torch.Tensor) and first.ndim:
         return torch.cat(list(outputs))
     if type(first) is torch.Tensor and first.is_floating_point():
@@ -149,13 +152,13 @@ def merge_outputs(outputs: Sequence[PyTree[Any]], weights: Sequence[float]) -> P
     if isinstance(first, list):
         return [entry for output in outputs for entry in output]
     if (opened := _open(first)) is not None:
-        return _merge_entries(outputs, weights, *opened)
+        return _merge_entries(outputs, weights, path, *opened)
     if isinstance(first, torch.Tensor | float) or (type(first) is int and any(output != first for output in outputs)):
         return sum(output * weight for output, weight in zip(outputs, weights, strict=True))
     if all(output is first or output == first for output in outputs):
         return first
     raise TypeError(
-        f"the step returned a {type(first).__name__} for each microbatch of a batch, which can not be merged. Return "
+        f"{path} is another {type(first).__name__} for each microbatch of a batch, which can not be merged. Return "
         f"tensors, numbers, or lists with one entry per sample."
     )
 
@@ -169,12 +172,13 @@ def _on_device(weights: tuple[float, ...], dtype: torch.dtype, device: torch.dev
 def _merge_entries(
     outputs: Sequence[PyTree[Any]],
     weights: Sequence[float],
+    path: str,
     entries: dict[Any, Any],
     rebuild: Callable[[dict[Any, Any]], PyTree[Any]],
 ) -> PyTree[Any]:
     columns = [opened[0] for output in outputs if (opened := _open(output)) is not None]
     if any(column.keys() != entries.keys() for column in columns):
-        raise TypeError(
-            f"the step returned different entries for the microbatches of one batch, at first {list(entries)}."
-        )
-    return rebuild({key: merge_outputs([column[key] for column in columns], weights) for key in entries})
+        raise TypeError(f"{path} has different entries for the microbatches of one batch, at first {list(entries)}.")
+    return rebuild(
+        {key: merge_outputs([column[key] for column in columns], weights, f"{path}[{key!r}]") for key in entries}
+    )

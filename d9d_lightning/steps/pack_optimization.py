@@ -42,6 +42,8 @@ _Zero = Callable[[], None]
 
 _NOTHING = contextlib.nullcontext()
 
+_SKIPPED = "`training_step` returned `None`. If this was on purpose, ignore this warning..."  # Lightning's own words
+
 _SKIPPED_ON_A_RANK = (
     "training_step returned None: on several ranks it can not skip a batch, as the others would wait for its gradients. "
     "Return a loss of zero weight, such as 0.0 * loss."
@@ -267,6 +269,7 @@ class PackOptimization(_AutomaticOptimization):
                 outputs.append(output)
             replay(self._module, self._recorder.take())
         if outputs[0] is None:
+            _PackClosure.warning_cache.warn(_SKIPPED)
             self._skip_batch()
             return ClosureResult(None)
         return _result_of(merge_training_outputs(outputs, weights), num_batches)

@@ -26,6 +26,7 @@ from d9d_lightning.gradients.data_parallel import DataParallelGradients
 from d9d_lightning.gradients.loss_weights import LossWeights
 from d9d_lightning.jobs.batch_agreement import BatchAgreement
 from d9d_lightning.jobs.signals import AgreedSignals
+from d9d_lightning.logs.advice import silence_sync_advice
 from d9d_lightning.metrics.install import install_metric_sync
 from d9d_lightning.options.strategy_options import StrategyOptions
 from d9d_lightning.pipeline.cut import pipeline_of
@@ -123,9 +124,12 @@ class TrainerRun:
         )
         # Last: what fails above leaves the Trainer as it was.
         self._signals = AgreedSignals.install(trainer, context)
+        self._restore_advice: Callable[[], None] | None = None
         if context is not None:
             install_summaries(trainer)
             _evaluate_without_inference_mode(trainer)
+            if num_replicas == 1:
+                self._restore_advice = silence_sync_advice()
 
     def start_training(
         self,
@@ -207,6 +211,8 @@ class TrainerRun:
         self._trainer.fit_loop.epoch_loop.automatic_optimization = self._lightning_optimization
         if self._context is not None:
             release_summaries(self._trainer)
+        if self._restore_advice is not None:
+            self._restore_advice()
         self._signals.release()
 
     # Training

@@ -58,6 +58,8 @@ def test_open_degrees_before_the_number_of_processes_is_known():
             r"did you mean 'data_parallel_shard'\? tensor_parallel is 0: ",
         ),
         ("all", ValueError, r"mesh \('all'\) must be 'auto'"),
+        (2, ValueError, r"mesh \(2\) must be 'auto', a mapping of degrees"),
+        ([2], ValueError, r"mesh \(\[2\]\) must be 'auto'"),
     ],
 )
 def test_malformed_meshes(mesh, error, match):
@@ -148,3 +150,18 @@ def test_all_problems_come_in_one_error():
         plain_trainer(strategy=strategy, devices=3)
     assert str(error.value).count("\n- ") == 7
     assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"parallelize": 3}, r"parallelize \(3\) must be a mapping of patterns to words"),
+        ({"parallelize": ["blocks.*"]}, r"parallelize \(\['blocks.\*'\]\) must be"),
+        ({"mp_policy": "bf16"}, r"mp_policy \('bf16'\) must be a torch.distributed.fsdp.MixedPrecisionPolicy"),
+        ({"reshard_after_forward": "yes"}, r"reshard_after_forward \('yes'\) must be True, False, a number of ranks"),
+        ({"stages": ["embed"]}, r"stages \(\['embed'\]\) must be a PipelineStages"),
+    ],
+)
+def test_options_of_another_kind(options, text):
+    with pytest.raises(ValueError, match=text):
+        plain_trainer(strategy=D9DStrategy(**options), devices=2)

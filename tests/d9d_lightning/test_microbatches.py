@@ -151,8 +151,8 @@ def test_the_parts_of_a_batch_may_be_changed_in_place():
     [
         ([torch.zeros(()), None], "different types .*: NoneType, Tensor"),
         ([{"a": 1}, {"b": 1}], "different entries"),
-        ([object(), object()], "a object for each microbatch"),
-        (["x", "y"], "a str for each microbatch"),
+        ([object(), object()], "returned is another object for each microbatch"),
+        ([{"notes": ("x", 1)}, {"notes": ("y", 1)}], r"returned\['notes'\]\[0\] is another str for each microbatch"),
     ],
 )
 def test_what_can_not_be_merged(outputs, text):
