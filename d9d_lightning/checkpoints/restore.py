@@ -221,5 +221,5 @@ def _tell_other_rates(optimizer: Optimizer, state: Mapping[str, Any], number: in
         if key in now and key in saved and float(now[key]) != float(saved[key]):
             rank_zero_info(
                 f"optimizer {number}, group {index}: {key} is {float(saved[key]):g} as in the checkpoint, not "
-                f"{float(now[key]):g} as configure_optimizers() has it. Change it after loading to have another one."
+                f"{float(now[key]):g} as the optimizer had it before. Change it after loading to have another one."
             )
