@@ -58,18 +58,14 @@ def describe(args: argparse.Namespace) -> tuple[str, bool]:
         ValueError: The config is wrong, or does not fit the dataset; names all problems.
         OSError: It cannot be read.
     """
-    import yaml
-
     from d9d.core.dist_context import DeviceMeshParameters
+    from d9d.core.yaml_file import read_yaml
     from d9d.dataset.lanes.plan import MAX_LISTED
     from d9d.loop.auto.data import ANY_NUM_SAMPLES, AutoDataConfig, build_data_plan, rank_problems
     from d9d.loop.auto.data_report import describe_data
     from d9d.loop.config import JobScheduleConfig
 
-    try:
-        document = yaml.safe_load(args.config.read_text())
-    except yaml.YAMLError as error:
-        raise ValueError(f"{args.config} is no YAML: {error}") from error
+    document = read_yaml(args.config)
     if not isinstance(document, dict):
         raise ValueError(f"{args.config} must hold settings by name.")
     job: dict[str, Any] = document if "data" in document else {"data": document}

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self, TypeAlias
 
-import yaml
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor.parallel import ParallelStyle
@@ -16,6 +15,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from d9d.core.dist_context import DeviceMeshParameters, DistributedContext
 from d9d.core.module_names import collapse_numbers, matches, nearest
 from d9d.core.protocol import MixesTokens
+from d9d.core.yaml_file import read_yaml
 from d9d.module.parallelism.fused import FusedColwiseParallel
 from d9d.module.parallelism.plan_words import (
     CLOSING_WORD,
@@ -143,9 +143,9 @@ def read_plan(parallelize: Parallelize) -> Parallelize:
     if not isinstance(parallelize, str | os.PathLike):
         return parallelize
     try:
-        content: object = yaml.safe_load(Path(parallelize).read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
-        raise ValueError(f"parallelize: {os.fspath(parallelize)} is no YAML file: {error}") from error
+        content: object = read_yaml(Path(parallelize))
+    except (ValueError, FileNotFoundError) as error:
+        raise ValueError(f"parallelize: {error}") from error
     if isinstance(content, dict) and isinstance(content.get("patterns"), dict):
         if len(content) > 1:
             others = ", ".join(repr(key) for key in content if key != "patterns")

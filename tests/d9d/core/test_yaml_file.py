@@ -1,0 +1,42 @@
+"""Files of settings: plain values only, and no more of them than somebody has written."""
+
+from pathlib import Path
+
+import pytest
+
+from d9d.core.yaml_file import read_yaml
+
+
+def written(folder: Path, text: str) -> Path:
+    path = folder / "settings.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_plain_values(tmp_path):
+    text = "base: &base {lr: 0.1, betas: [0.9, 0.95]}\nrun:\n  <<: *base\n  steps: 3\n"
+    run = {"lr": 0.1, "betas": [0.9, 0.95], "steps": 3}
+    assert read_yaml(written(tmp_path, text)) == {"base": {"lr": 0.1, "betas": [0.9, 0.95]}, "run": run}
+    assert read_yaml(written(tmp_path, "")) is None
+
+
+NINE_TIMES = [f"x{n}: &x{n} [{', '.join([f'*x{n - 1}'] * 9)}]" for n in range(1, 9)]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("a: [1", "is no YAML file"),
+        ("a: !!python/object/apply:os.system ['true']", "is no YAML file"),
+        ("\n".join(["x0: &x0 [lol]", *NINE_TIMES]), "aliases counted each time"),  # 9^8 = 43 million
+        ("a: &a [*a]", "in themselves"),
+        ("[" * 5000, "too deeply"),
+        ("#" * (1 << 20) + "\n", "more than 1048576 bytes"),
+        ("a: \0", "is no YAML file"),
+    ],
+)
+def test_other_files_are_refused_by_name(tmp_path, text, said):
+    path = written(tmp_path, text)
+    with pytest.raises(ValueError, match=said) as caught:
+        read_yaml(path)
+    assert str(path) in str(caught.value)
