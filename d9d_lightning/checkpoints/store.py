@@ -156,7 +156,8 @@ class CheckpointStore:
         self.wait()
         participants = self._in_foreground()
         has_optimizers = "optimizer_states" in checkpoint
-        with participants.failing_together():
+        # Over the groups of the steps and with their limit, which is for ranks that do not come. Writing has one of its own.
+        with self._participants.failing_together():
             local = local_path(path)
             check_storable(checkpoint)
             groups = [named_groups(module, optimizer) for optimizer in optimizers] if has_optimizers else []

@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import threading
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -66,7 +67,11 @@ def train(
     bus.subscribe(EVENT_TRAIN_READY, lambda _: probe.watch_collectives(checkpointer))
     bus.subscribe(EVENT_TRAIN_STEP_PRE, lambda context: trail.write_step(job, context))
     bus.subscribe(EVENT_TRAIN_STEP_POST, lambda context: trail.write_read(job, context))
-    job.trainer.train()
+    try:
+        job.trainer.train()
+    except BaseException:
+        traceback.print_exc()  # the harness takes its hands off the output before Python prints
+        raise
 
 
 def sharded_job(folder: Path, options: dict[str, Any] | None = None) -> Job:
