@@ -242,5 +242,5 @@ def _in_thread(action: Callable[[], None], logger: logging.Logger) -> Future[Non
         else:
             future.set_result(None)
 
-    threading.Thread(target=run, name="checkpoint", daemon=True).start()
+    threading.Thread(target=run, name="d9d-checkpoint", daemon=True).start()
     return future

@@ -26,7 +26,7 @@ def read_yaml(path: Path) -> Any:  # noqa: ANN401
     try:
         content = yaml.safe_load(data)
         num_values = _count(content, {})
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:  # dates and numbers that are none
         raise ValueError(f"{path} is no YAML file: {error}") from error
     except RecursionError as error:
         raise ValueError(f"{path} holds values in values too deeply, or in themselves.") from error

@@ -24,8 +24,6 @@
 | D13 | model states | | `tests/d9d/model_state` |
 | D14 | pipelines | | `tests/d9d/loop/run/test_pipelined_training.py`, `tests/d9d/pipelining` |
 | D15 | two jobs on a machine, two trainers in a process, what is left of them | `test_leftovers` | graphs and tensors: \
-`tests/d9d/pipelining/test_executor.py`; wrong numbers of processes: `tests/d9d_lightning/test_launch.py` |
+`tests/d9d/pipelining/test_executor.py`; sleep and wake: `tests/d9d/loop/component/test_sleeper.py`; wrong numbers of processes: `tests/d9d_lightning/test_launch.py` |
 | D16 | storage that is slow, lies, or may not be written to | `test_storage` | `tests/d9d/loop/run/test_job_check.py` |
-
-Sleep and wake (D15) have no tests, since `Trainer.sleep` raises so far.
 """

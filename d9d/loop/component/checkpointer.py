@@ -145,8 +145,8 @@ class StateCheckpointer:
 
     def _save(self, state: Stateful, *, is_last: bool) -> None:
         self._gc.collect_forced()
-        self._before_save()
         with self._saving():
+            self._before_save()
             with self._surviving_failures():
                 self._saver.wait()
             with contextlib.nullcontext() if is_last else self._surviving_failures():

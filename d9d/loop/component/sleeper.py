@@ -73,9 +73,9 @@ class TrainSleeper:
         context = EventSleepContext(tags=new)
         offload = OffloadContext(dist_context=self._dist_context, pin_memory=True)
         with self._event_bus.bounded(EVENT_TRAIN_SLEEP_PRE, EVENT_TRAIN_SLEEP_POST, context):
-            self._asleep |= new
-            # What may be refused goes first, so that nothing has moved then.
+            # What may be refused goes first, so that nothing has moved then. What fails later is taken back by `wake`.
             self._optimizer.offload(offload)
+            self._asleep |= new
             self._gradient_manager.offload(offload)
             self._tracked_modules.offload(offload)
 

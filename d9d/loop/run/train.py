@@ -151,6 +151,7 @@ class Trainer:
             return
         context = EventPreemptedContext(schedule=job.schedule, signal_name=job.preemption.signal_name)
         job.event_bus.trigger(EVENT_TRAIN_PREEMPTED, context)
+        job.sleeper.refuse_asleep("the last checkpoint")
         job.checkpointer.checkpoint_before_exit(job.checkpointed)
 
     def _step(self, packs: Iterator[MicrobatchPack[Any]], context: EventStepContext) -> None:
@@ -163,6 +164,7 @@ class Trainer:
 
         activity.place = "forward and backward passes"
         with bus.bounded(EVENT_TRAIN_FORWARD_BACKWARD_PRE, EVENT_TRAIN_FORWARD_BACKWARD_POST, context):
+            job.sleeper.refuse_asleep("a step")
             job.task_operator.forward_backward(pack)
 
         activity.place = "summing gradients"

@@ -10,6 +10,7 @@ from typing import Literal, Self, TextIO
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from d9d.core.os_errors import reason_of, reworded
 from d9d.tracker.base import BaseTracker, BaseTrackerRun, RunConfig, Scalar, TrackerPoint, TrackerValue
 
 
@@ -44,7 +45,10 @@ class JsonlRun(BaseTrackerRun):
             "context": point.context,
             "time": time.time(),
         }
-        self._file.write(json.dumps(line, allow_nan=False) + "\n")
+        try:
+            self._file.write(json.dumps(line, allow_nan=False) + "\n")
+        except OSError as error:
+            raise reworded(error, f"could not write to the log {self._file.name}: {reason_of(error)}") from error
 
 
 class JsonlTracker(BaseTracker[JsonlConfig]):

@@ -33,6 +33,8 @@ NINE_TIMES = [f"x{n}: &x{n} [{', '.join([f'*x{n - 1}'] * 9)}]" for n in range(1,
         ("[" * 5000, "too deeply"),
         ("#" * (1 << 20) + "\n", "more than 1048576 bytes"),
         ("a: \0", "is no YAML file"),
+        ("a: 2020-99-99", "is no YAML file"),
+        ("a: !!int abc", "is no YAML file"),
     ],
 )
 def test_other_files_are_refused_by_name(tmp_path, text, said):

@@ -103,7 +103,8 @@ EVENT_TRAIN_LR_SCHEDULER_READY = Event[EventLRSchedulerReadyContext]("train.conf
 
 EVENT_TRAIN_RESUMED = Event[EventStepContext]("train.resumed")
 """Only where a checkpoint was loaded, before `EVENT_TRAIN_READY`: ``current_step`` steps are done, and what an earlier start has done
-after them is done again. The place to change what has led there, such as the learning rate after a spike of the loss."""
+after them is done again. The place to change what has led there, after a spike of the loss. (A learning rate that is put into the
+groups of an optimizer lasts until the next step of its schedule, which computes it from ``base_lrs``.)"""
 
 EVENT_TRAIN_READY = Event[EventTrainReadyContext]("train.ready")
 """Everything is built and resumed; the first step is next."""

@@ -1,5 +1,7 @@
 """Jobs that sleep between steps train on as if they had not, bit for bit, and hold no memory meanwhile."""
 
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -11,8 +13,12 @@ from d9d.core.offload import SleepTag
 from d9d.core.placement import compute_leaf, local_tensor
 from d9d.loop.event.catalogue.train import (
     EVENT_TRAIN_FORWARD_BACKWARD_POST,
+    EVENT_TRAIN_FORWARD_BACKWARD_PRE,
+    EVENT_TRAIN_PREEMPTED,
+    EVENT_TRAIN_READY,
     EVENT_TRAIN_SLEEP_POST,
     EVENT_TRAIN_STEP_POST,
+    EVENT_TRAIN_STEP_PRE,
     EVENT_TRAIN_WAKE_PRE,
 )
 from tests.d9d.loop.run.pipelined_job import PipelinedProvider
@@ -144,3 +150,22 @@ def test_what_is_not_possible_is_refused(tmp_path):
         other.trainer.train()
     with pytest.raises(RuntimeError, match=r"train\(\) needs a job that is awake"):
         other.trainer.train()
+
+
+@pytest.mark.world_size(1)
+@pytest.mark.parametrize(
+    ("event", "what"),
+    [
+        (EVENT_TRAIN_READY, "a step"),
+        (EVENT_TRAIN_STEP_PRE, "a step"),
+        (EVENT_TRAIN_FORWARD_BACKWARD_PRE, "a step"),
+        (EVENT_TRAIN_PREEMPTED, "the last checkpoint"),
+    ],
+)
+def test_a_job_that_sleeps_neither_trains_nor_saves(tmp_path, event, what):
+    job = build_job(DeviceMeshParameters(), tmp_path, total_steps=2)
+    bus = job.trainer._state.event_bus
+    bus.subscribe(EVENT_TRAIN_STEP_POST, lambda context: os.kill(os.getpid(), signal.SIGTERM))
+    bus.subscribe(event, lambda context: job.trainer.sleep())
+    with pytest.raises(RuntimeError, match=f"{what} needs a job that is awake"):
+        job.trainer.train()
