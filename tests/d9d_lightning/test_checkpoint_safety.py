@@ -150,7 +150,7 @@ def test_ranks_that_see_other_checkpoints(tmp_path):
     trainer, _ = fit(REPLICATE)
     trainer.save_checkpoint(path / "a")
     with pytest.raises(ValueError, match=r"some ranks resume from .*, and rank 1 found no checkpoint"):
-        fit(REPLICATE, ckpt_path=path / "a" if dist.get_rank() == 0 else None)
+        fit(REPLICATE, max_epochs=2, ckpt_path=path / "a" if dist.get_rank() == 0 else None)
     # Where all have one, that of rank 0 counts.
     _, module = fit(REPLICATE, ckpt_path=path / "a" if dist.get_rank() == 0 else path / "elsewhere")
     assert module.trainer.global_step == 4

@@ -139,7 +139,9 @@ def read_export(folder):
 
 def loader_of(trainer, num_samples=BATCH):
     strategy = trainer.strategy
-    return rank_loader(make_samples(num_samples), BATCH, strategy._dp_rank, strategy.mesh.data_parallel)
+    return rank_loader(
+        make_samples(num_samples), BATCH, strategy.distributed_sampler_kwargs["rank"], strategy.mesh.data_parallel
+    )
 
 
 def one_trainer(options, **trainer_options):

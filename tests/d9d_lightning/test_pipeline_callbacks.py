@@ -48,7 +48,9 @@ def loaders(rank, world_size):
 
 def fit(mesh, module, **options):
     trainer = build_trainer(mesh, strategy_options=PIPELINE, **options)
-    trainer.fit(module, **loaders(trainer.strategy._dp_rank, trainer.strategy.mesh.data_parallel))
+    trainer.fit(
+        module, **loaders(trainer.strategy.distributed_sampler_kwargs["rank"], trainer.strategy.mesh.data_parallel)
+    )
     return trainer
 
 
@@ -70,7 +72,7 @@ def check_averages(mesh, directory):
     half = fit(mesh, seeded(Normed), callbacks=[EMAWeightAveraging(DECAY)])
     half.save_checkpoint(directory / "half.ckpt")
     resumed = build_trainer(mesh, strategy_options=PIPELINE, callbacks=[EMAWeightAveraging(DECAY)], max_epochs=2)
-    samples = loaders(resumed.strategy._dp_rank, resumed.strategy.mesh.data_parallel)
+    samples = loaders(resumed.strategy.distributed_sampler_kwargs["rank"], resumed.strategy.mesh.data_parallel)
     resumed.fit(seeded(Normed, seed=3), **samples, ckpt_path=directory / "half.ckpt", weights_only=True)
     resumed.save_checkpoint(directory / "resumed.ckpt")
     resumed_state = read_checkpoint(directory / "resumed.ckpt")

@@ -36,7 +36,11 @@ class Grouped(Stack):
 
 def loaders(trainer):
     strategy = trainer.strategy
-    rank, size = (strategy._dp_rank, strategy.mesh.data_parallel) if isinstance(strategy, D9DStrategy) else (0, 1)
+    rank, size = (
+        (strategy.distributed_sampler_kwargs["rank"], strategy.mesh.data_parallel)
+        if isinstance(strategy, D9DStrategy)
+        else (0, 1)
+    )
     loader = rank_loader(make_samples(NUM_BATCHES * BATCH), BATCH, rank, size)
     return {"train_dataloaders": loader, "val_dataloaders": loader}
 

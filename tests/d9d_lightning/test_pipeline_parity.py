@@ -92,7 +92,7 @@ def check_training(mesh, schedule, accumulate=1, microbatches=None, **options):
     module = seeded(Stack)
     dp_size = trainer.strategy.mesh.data_parallel
     samples = make_samples(NUM_STEPS * accumulate * BATCH)
-    trainer.fit(module, rank_loader(samples, BATCH, trainer.strategy._dp_rank, dp_size))
+    trainer.fit(module, rank_loader(samples, BATCH, trainer.strategy.distributed_sampler_kwargs["rank"], dp_size))
     losses, gradients, state = plain_training(accumulate)
     own = torch.stack(module.losses)
     dist.all_reduce(own)

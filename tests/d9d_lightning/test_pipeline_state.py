@@ -144,7 +144,7 @@ def test_replicas_of_sharded_stages_may_have_other_numbers_of_microbatches():
     trainer = build_trainer(mesh, strategy_options={**OPTIONS, "microbatches": 2})
     module = seeded(Predicting)
     samples = make_samples(7)
-    replica = trainer.strategy._dp_rank
+    replica = trainer.strategy.distributed_sampler_kwargs["rank"]
     rows = slice(0, 4) if replica == 0 else slice(4, 7)
     own = [tensor[rows] for tensor in samples]
     predictions = torch.cat(trainer.predict(module, rank_loader(own, 2, 0, 1)))
@@ -201,7 +201,7 @@ def test_replicas_of_sharded_stages_may_have_other_numbers_of_batches():
     x, y = make_samples(3)
     predictions = trainer.predict(seeded(Predicting), DataLoader(TensorDataset(x, y), batch_size=1))
     with torch.no_grad():
-        expected = seeded(Predicting).predict_step((x, y), 0)[trainer.strategy._dp_rank :: 2]
+        expected = seeded(Predicting).predict_step((x, y), 0)[trainer.strategy.distributed_sampler_kwargs["rank"] :: 2]
     torch.testing.assert_close(torch.cat(predictions), expected, rtol=TOLERANCE, atol=TOLERANCE)
 
 
