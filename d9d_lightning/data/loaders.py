@@ -2,8 +2,11 @@
 # Lightning seeds workers by a function of its own
 # pyright: reportPrivateUsage=false
 
+import math
+
 from lightning.fabric.utilities.data import _auto_add_worker_init_fn, sized_len
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import Timer
 from torch.utils.data import DataLoader, DistributedSampler
 
 from d9d.core.agreement import agree_on
@@ -15,7 +18,9 @@ from d9d_lightning.data.elastic_loader import ElasticLoader
 from d9d_lightning.data.evaluation_loaders import count_samples_once
 from d9d_lightning.data.loader_states import RankStateLoader, StatefulLoader
 
-__all__ = ["prepare_loader"]
+__all__ = ["agree_on_batches", "prepare_loader"]
+
+_WHAT = "the training data (here a rank is a data-parallel one)"
 
 
 def prepare_loader(
@@ -38,7 +43,7 @@ def prepare_loader(
     Raises:
         RuntimeError: On all ranks, if some have no batch and others have.
         ValueError: On all ranks, for an elastic loader that does not fit, or samples that are too few to evaluate, or if ranks
-            train on different numbers of batches, or share out other samples than the others do.
+            share out other samples than the others do.
     """
     stage = trainer.state.stage
     if isinstance(loader, ElasticLoader):
@@ -84,25 +89,46 @@ def _agree_on_training_data(loader: object, trainer: Trainer, context: Distribut
     if group is None or not trainer.training:
         return
     facts: dict[str, object] = {}
-    combined = trainer.fit_loop._combined_loader
-    # Of several loaders the mode of their combination decides how many batches are read.
-    if combined is None or len(combined.flattened) == 1:
-        facts["number of batches"] = _num_training_batches(loader, trainer)
     sampler = loader.sampler if isinstance(loader, DataLoader) else None
     if isinstance(sampler, DistributedSampler):
         facts["samples of the dataset"] = sized_len(sampler.dataset)
         facts["seed of the shuffle"] = sampler.seed if sampler.shuffle else None
-    mend = (
-        "Give all ranks the same dataset and one seed (seed_everything() with the same number), or equally many batches "
-        "(limit_train_batches)."
-    )
-    agree_on(Participants([group]), "the training data (here a rank is a data-parallel one)", facts, mend)
+    mend = "Give all ranks the same dataset and one seed (seed_everything() with the same number)."
+    agree_on(Participants([group]), _WHAT, facts, mend)
 
 
-def _num_training_batches(loader: object, trainer: Trainer) -> int | None:
-    """Return how many batches of a loader an epoch has; None if the loader does not tell."""
-    length, limit = sized_len(loader), trainer.limit_train_batches
-    if length is None:
+def agree_on_batches(trainer: Trainer, context: DistributedContext | None) -> None:
+    """Refuse to train where some ranks would be through with an epoch, and others wait for them. All ranks must call it; blocks.
+
+    Args:
+        trainer: Has read the loaders of its first epoch.
+        context: Ranks of the job; None on one process.
+
+    Raises:
+        ValueError: On all ranks, if they train on different numbers of batches.
+    """
+    group = None if context is None else context.replica_group
+    if group is None:
+        return
+    participants, own = Participants([group]), _num_batches_to_agree(trainer)
+    # Who waits for whom is not known as long as some do not say how much they have.
+    if None in participants.gather(own):
+        return
+    mend = "Give all ranks equally many batches, or set limit_train_batches to the lowest number."
+    agree_on(participants, _WHAT, {"number of batches": own}, mend)
+
+
+def _num_batches_to_agree(trainer: Trainer) -> int | None:
+    """Return how many batches of its first epoch a rank reads; None if it does not tell, or something else may end all ranks together."""
+    num_batches, callbacks = (
+        trainer.fit_loop.max_batches,
+        vars(trainer)["callbacks"],
+    )  # Lightning does not declare these
+    ends_by_time = any(isinstance(callback, Timer) for callback in callbacks)  # so does `max_time`
+    if math.isinf(num_batches) or ends_by_time:
         return None
-    length = min(length, limit) if isinstance(limit, int) else int(length * limit)
-    return length if trainer.max_steps < 0 else min(length, trainer.max_steps * trainer.accumulate_grad_batches)
+    if trainer.max_steps < 0:
+        return int(num_batches)
+    # By hand any number of steps may be done with a batch.
+    is_automatic = trainer.lightning_module.automatic_optimization
+    return min(int(num_batches), trainer.max_steps * trainer.accumulate_grad_batches) if is_automatic else None

@@ -52,9 +52,9 @@ class StrategyOptions:
         )
 
     def check_module(self, module: LightningModule, mesh: DeviceMeshParameters) -> None:
-        """Refuse a module that a mesh is not for, unless an earlier run has cut it; see `check_mesh`."""
+        """Refuse a module of a Trainer that a mesh is not for, unless an earlier run has cut it; see `check_mesh`."""
         if cut_of(module) is None:
-            check_mesh(module, self.plan, mesh)
+            check_mesh(module, self.plan, mesh, module.trainer)
 
     def explain(self, module: nn.Module, mesh: DeviceMeshParameters, *, is_distributed: bool) -> str:
         """Describe how a module runs on a mesh; see `explain_module`."""

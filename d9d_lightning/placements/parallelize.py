@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
-from d9d.core.dist_context import DENSE_DOMAIN, DistributedContext
+from d9d.core.dist_context import DENSE_DOMAIN, DeviceMeshParameters, DistributedContext
 from d9d.core.fsdp_internals import fsdp_parameters, fsdp_units, gathered_parameter
 from d9d.module.parallelism.plan import ParallelPlan, ResolvedPlan, resolve_plan
 from d9d.module.parallelism.plan_apply import DATA_DIMS, shard_by_plan, split_by_plan
@@ -48,6 +48,12 @@ def is_parallelized(module: nn.Module, context: DistributedContext | None) -> bo
             f"Trainer, and cannot move to {target}. Save a checkpoint there, and load it into a new instance."
         )
     return known is not None
+
+
+def mesh_of(module: nn.Module) -> DeviceMeshParameters | None:
+    """Return the degrees of the mesh that an earlier run has distributed a module over; None if none has."""
+    known = _DISTRIBUTED.get(module)
+    return None if known is None else known.mesh_params
 
 
 def parallelize_module(

@@ -20,7 +20,7 @@ from d9d.optim.local_shards import localize_optimizer
 from d9d_lightning.checkpoints.restarts import count_fit
 from d9d_lightning.collectives import all_gather_stacked, reduce_over
 from d9d_lightning.data.loader_states import draw_order_again, load_waiting_states
-from d9d_lightning.data.loaders import prepare_loader
+from d9d_lightning.data.loaders import agree_on_batches, prepare_loader
 from d9d_lightning.data.uneven_batches import UnevenBatches
 from d9d_lightning.gradients.data_parallel import DataParallelGradients
 from d9d_lightning.gradients.loss_weights import LossWeights
@@ -191,11 +191,17 @@ class TrainerRun:
         return prepare_loader(loader, self._trainer, self._context, num_ranks=self._num_replicas, rank=self._replica)
 
     def begin_training(self, restore_random_state: Callable[[], bool]) -> None:
-        """Prepare for the first batch of a fit: Lightning has read a checkpoint, and hooks have run.
+        """Prepare for the first batch of a fit: Lightning has read a checkpoint and the loaders, and hooks have run.
+
+        All ranks must call it.
 
         Args:
             restore_random_state: Lets random numbers go on as they would have behind the checkpoint, if it can.
+
+        Raises:
+            ValueError: On all ranks, if some would be through with the epoch before others.
         """
+        agree_on_batches(self._trainer, self._context)
         self.sync_new_metrics()
         load_waiting_states(self._trainer)
         if restore_random_state():

@@ -4,9 +4,10 @@ import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import LambdaCallback
 from torch import nn
 
-from d9d.core.dist_context import DeviceMeshParameters
+from d9d.core.dist_context import DeviceMeshParameters, DistributedContext
 from d9d.module.block.attention import GroupedQueryAttention
 from d9d.module.block.moe import MoELayer
 from d9d.module.block.positional import RotaryEmbeddingStyle
@@ -15,7 +16,7 @@ from d9d.module.parallelism.plan import ParallelPlan
 from d9d_lightning import D9DStrategy
 from d9d_lightning.placements.mesh_check import check_mesh
 from tests.d9d.module.model.catalogue import CATALOGUE
-from tests.d9d_lightning.support import make_samples, plain_trainer, rank_loader
+from tests.d9d_lightning.support import build_trainer, make_samples, plain_trainer, rank_loader
 
 
 class Blocks(L.LightningModule):
@@ -51,6 +52,40 @@ class Late(Blocks):
         """Build nothing here."""
 
 
+class Headless(L.LightningModule):
+    """A setup hook builds the layers that the plan splits."""
+
+    def training_step(self, batch: tuple[torch.Tensor, torch.Tensor], batch_idx: int) -> torch.Tensor:
+        x, y = batch
+        return (self.head(x).squeeze(-1) - y).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def build_head(module: L.LightningModule) -> None:
+    module.head = nn.Linear(6, 1, dtype=torch.float64)
+
+
+class BuildsInSetup(Headless):
+    def setup(self, stage: str) -> None:
+        build_head(self)
+
+
+class DataModule(L.LightningDataModule):
+    def setup(self, stage: str) -> None:
+        assert self.trainer is not None
+        build_head(self.trainer.lightning_module)
+
+    def train_dataloader(self) -> object:
+        return rank_loader(make_samples(4), 2, 0, 1)
+
+
+class BuildingCallback(L.Callback):
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        build_head(pl_module)
+
+
 PLAN = {"attention": "attention", "moe": "expert"}
 MESH = DeviceMeshParameters(tensor_parallel=4, data_parallel_shard=3, expert_parallel=3)
 
@@ -62,6 +97,49 @@ def test_layers_of_a_plan():
     assert "4 experts can not be shared evenly by 3 ranks. Set expert_parallel to one of 1, 2, 4" in str(caught.value)
     check_mesh(Blocks(), plan, DeviceMeshParameters(tensor_parallel=2, data_parallel_shard=2, expert_parallel=2))
     check_mesh(Late(), plan, MESH)
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("builder", ["module", "data module", "callback", "function"])
+def test_plans_of_layers_that_a_setup_hook_builds(builder: str):
+    function = LambdaCallback(setup=lambda trainer, module, stage: build_head(module))
+    callbacks = {"callback": [BuildingCallback()], "function": [function]}.get(builder, [])
+    options = {"parallelize": {"head": "rowwise_split"}}
+    trainer = build_trainer({"tensor_parallel": 2}, strategy_options=options, callbacks=callbacks)
+    data = DataModule() if builder == "data module" else rank_loader(make_samples(4), 2, 0, 1)
+    module = BuildsInSetup() if builder == "module" else Headless()
+    trainer.fit(module, data)
+    assert trainer.global_step == 2
+    assert module.head.weight.to_local().shape == (1, 3)
+
+
+class Halves(L.LightningModule):
+    """Divides its heads when a function distributes it, and says how many it has now."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads = 2
+        self.head = nn.Linear(6, 1, dtype=torch.float64)
+
+    def mesh_problems(self, mesh: DeviceMeshParameters) -> list[str]:
+        return [] if self.num_heads % mesh.tensor_parallel == 0 else [f"{self.num_heads} heads."]
+
+    def validation_step(self, batch: tuple[torch.Tensor, torch.Tensor], batch_idx: int) -> None:
+        self.head(batch[0])
+
+
+def halve(module: nn.Module, context: DistributedContext) -> None:
+    assert isinstance(module, Halves)
+    module.num_heads //= context.mesh_params.tensor_parallel
+
+
+@pytest.mark.world_size(2)
+def test_a_module_of_an_earlier_run_is_not_asked_again():
+    module, loader = Halves(), rank_loader(make_samples(4), 2, 0, 1)
+    for _ in range(2):
+        trainer = build_trainer({"tensor_parallel": 2}, strategy_options={"parallelize": halve})
+        trainer.validate(module, loader, verbose=False)
+        assert module.num_heads == 1
 
 
 def test_modules_that_know_it_are_asked():

@@ -1,9 +1,12 @@
 """D13 in Lightning: ranks that disagree are told what about, before any of them waits for another."""
 
+from datetime import timedelta
+
 import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.utilities import CombinedLoader
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -17,7 +20,8 @@ def of_rank(*values):
 
 
 def fit(module=None, loader=None, strategy_options=None, mesh=MESH, **options):
-    loader = loader or rank_loader(make_samples(8), 4, dist.get_rank(), 2)
+    if loader is None:
+        loader = rank_loader(make_samples(8), 4, dist.get_rank(), 2)
     trainer = build_trainer(mesh, strategy_options=strategy_options, **options)
     trainer.fit(module or seeded(Regression), loader)
 
@@ -100,6 +104,45 @@ def test_numbers_of_batches():
         fit(loader=loader())
     fit(loader=loader(), limit_train_batches=2)
     fit(loader=loader(), max_steps=1, max_epochs=-1)
+    fit(loader=loader(), max_time=timedelta(milliseconds=1))
+    fit(module=seeded(TwoStepsByHand), loader=loader(), max_steps=4, max_epochs=-1)
+
+
+class TwoStepsByHand(Regression):
+    """With 4 steps it is through after 2 batches, however many there are."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        for _ in range(2):
+            self.optimizers().zero_grad()
+            self.manual_backward(super().training_step(batch, batch_idx))
+            self.optimizers().step()
+
+
+class TakesFirst(Regression):
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch["first"], batch_idx)
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("mode", ["max_size_cycle", "min_size"])
+def test_numbers_of_batches_of_two_loaders(mode):
+    """Of 4 batches and 2 or 3, the longer loader decides, or the shorter one."""
+
+    def loader():
+        lengths = {"first": 4, "second": of_rank(2, 3)}
+        return CombinedLoader({key: rank_loader(make_samples(4 * n), 4, 0, 1) for key, n in lengths.items()}, mode)
+
+    if mode == "min_size":
+        with pytest.raises(ValueError, match="number of batches: 2 on rank 0; 3 on rank 1"):
+            fit(module=seeded(TakesFirst), loader=loader())
+    else:
+        module = seeded(TakesFirst)
+        fit(module=module, loader=loader())
+        assert len(module.losses) == 4
 
 
 @pytest.mark.world_size(2)
@@ -114,3 +157,5 @@ def test_shuffles_of_one_dataset(monkeypatch):
 def test_a_run_of_one_process_asks_nobody():
     trainer = L.Trainer(accelerator="cpu", devices=1, fast_dev_run=True, strategy="d9d", enable_progress_bar=False)
     trainer.fit(seeded(Regression), rank_loader(make_samples(8), 4, 0, 1))
+    assert trainer.global_step == 1
+    assert not dist.is_initialized()
