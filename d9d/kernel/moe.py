@@ -49,6 +49,9 @@ def moe_permute_with_probs(
     """
     by_expert = routing_map.T.bool().contiguous()  # (E, N)
     num_slots = int(by_expert.sum()) if num_out_tokens < 0 else num_out_tokens
+    if inp.shape[0] == 0:  # rows without a token to take them from, which gradients pass all the same
+        padding = (0, num_slots)
+        return F.pad(inp, (0, 0, *padding)), F.pad(probs.flatten(), padding), routing_map.long()
     rows = by_expert.flatten().cumsum(0).view_as(by_expert) - 1
     row_id_map = rows.where(by_expert & (rows < num_slots), -1).T.contiguous()  # (N, E)
     places = torch.nonzero_static(by_expert.flatten(), size=num_slots, fill_value=-1).squeeze(1)  # (S,)

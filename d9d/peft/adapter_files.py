@@ -1,9 +1,10 @@
 """Adapters alone, in the files of the package ``peft``."""
 
-from collections.abc import Iterator, Mapping
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from pathlib import Path
 
-import torch
 from safetensors.torch import save
 from torch import nn
 
@@ -17,7 +18,9 @@ from d9d.model_state.mapper.compose import (
     ModelStateMapperSelectGroups,
 )
 from d9d.model_state.mapper.leaf import ModelStateMapperRename
+from d9d.model_state.mapper.pieces import TensorPieces
 from d9d.module.block.moe import GroupedLinear
+from d9d.module.model.heads import SINGLE_HEAD_PREFIX
 from d9d.pipelining.api import DeclaresTiedParameters
 
 from .all import AnyPeftConfig, PeftStackConfig
@@ -39,7 +42,9 @@ def mapper_to_adapters(module: nn.Module, to_huggingface: ModelStateMapper) -> M
 
     Args:
         module: The model, or one pipeline stage of it, also distributed. It stays as it is.
-        to_huggingface: The mapper of the same model, or stage, without adapters to the names of ``transformers``.
+        to_huggingface: The mapper of the same model without adapters to the names of ``transformers``; that of the stage knows
+            no names of others, to which those of modules that train in full are compared. Of layers with adapters it must be
+            able to `trace` the weights.
 
     Raises:
         NotImplementedError: If something trains that such files can not hold, by its name.
@@ -122,23 +127,22 @@ def _renames(
 ) -> Iterator[ModelStateMapper]:
     weight = f"{name}.weight"
     group = groups.get(weight)
-    if group is None or len(group.inputs) > 1 or not _is_unchanged(to_huggingface, group, layer):
+    if group is None or len(group.inputs) > 1 or not _is_unchanged(to_huggingface, weight, layer):
         raise _unwritable(name, f"is no linear layer by itself there ({group or 'it is not mapped'})")
     (theirs,) = group.outputs
+    _refuse_unknown(name, theirs)
     for factor in _FACTORS:
         yield ModelStateMapperRename(f"{name}.{factor}", f"{_PREFIX}{theirs.removesuffix('weight')}{factor}")
 
 
-def _is_unchanged(mapper: ModelStateMapper, group: StateGroup, layer: LoRALinear) -> bool:
+def _is_unchanged(mapper: ModelStateMapper, weight: str, layer: LoRALinear) -> bool:
     """Tell whether a weight has another name there, but the same rows and columns."""
-    (weight,) = group.inputs
     shape = (layer.out_features, layer.in_features)
-    numbers = [torch.arange(shape[0]).unsqueeze(1).expand(shape), torch.arange(shape[1]).expand(shape)]
-    for probe in numbers:
-        outputs = list(mapper.apply({weight: probe}).values())
-        if len(outputs) != 1 or outputs[0].shape != shape or not bool((outputs[0] == probe).all()):
-            return False
-    return True
+    traced = mapper.trace({weight: TensorPieces.whole(weight, shape, layer.base.weight.dtype)})
+    outputs = [] if traced is None else list(traced.values())
+    return [each.shape for each in outputs] == [shape] and all(
+        piece.source == weight and piece.source_box == piece.box and piece.dims == (0, 1) for piece in outputs[0].pieces
+    )
 
 
 def _map_whole(
@@ -151,12 +155,37 @@ def _map_whole(
         for name, parameter in module.named_parameters(remove_duplicate=False)
         if parameter.requires_grad and not name.startswith(inside)
     }
-    groups = [group for group in ordered_groups(to_huggingface.state_dependency_groups()) if group.inputs & trained]
+    mapped = ordered_groups(to_huggingface.state_dependency_groups())
+    groups = [group for group in mapped if group.inputs & trained]
     unmapped = sorted(trained.difference(*(group.inputs for group in groups)))
     if unmapped:
         raise _unwritable(unmapped[0], "trains, but is not mapped")
+    for group in groups:
+        for theirs in sorted(group.outputs):
+            _refuse_unknown(min(group.inputs), theirs)
+    _refuse_ambiguous(_owners(groups), _owners(mapped))
     chosen = ModelStateMapperSelectGroups(to_huggingface, lambda group: group in groups)
     return ModelStateMapperPrefixScope(chosen, target_prefix=_PREFIX)
+
+
+def _refuse_unknown(name: str, theirs: str) -> None:
+    """Refuse what the package would leave out in silence."""
+    if theirs.startswith(SINGLE_HEAD_PREFIX):
+        raise _unwritable(name, f"is {theirs} there, which models of transformers do not have")
+
+
+def _refuse_ambiguous(trained: AbstractSet[str], mapped: AbstractSet[str]) -> None:
+    """Refuse modules whose names end names of others: by these ends the package looks for what trains in full (0.21.2)."""
+    modules = {name for owner in mapped for name in itertools.accumulate(owner.split("."), "{}.{}".format)}
+    for name in sorted(trained):
+        other = next((other for other in sorted(modules - trained) if other.endswith(name)), None)
+        if other is not None:
+            raise _unwritable(name, f"ends the name of {other} there, which the package peft would take for it")
+
+
+def _owners(groups: Iterable[StateGroup]) -> set[str]:
+    """Return the modules there whose tensors are mapped."""
+    return {name.rpartition(".")[0] for group in groups for name in group.outputs}
 
 
 def _params_of(config: AnyPeftConfig) -> LoRAParameters:

@@ -38,9 +38,19 @@ def multiply(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch
         weight: One matrix per group.
         ends: Where each group ends (exclusive), ``(E,)``, int32, on the device of the rows.
     """
-    product = F.grouped_mm(with_plain_strides(x), weight, offs=ends)
+    product = F.grouped_mm(with_plain_strides(x), _with_strides_of_rows_or_columns(weight), offs=ends)
     # Autograd functions are untyped.
     return cast(torch.Tensor, _ContiguousGradient.apply(product))
+
+
+def _with_strides_of_rows_or_columns(weight: torch.Tensor) -> torch.Tensor:
+    """Copy matrices if needed: the kernel takes them by rows or by columns, which are whole, apart, and aligned."""
+    multiple = _ALIGNMENT_BYTES // weight.dtype.itemsize
+    _, row, column = weight.stride()
+    _, num_rows, num_columns = weight.shape
+    by_rows = column == 1 and row >= num_columns and row % multiple == 0
+    by_columns = row == 1 and column >= num_rows and column % multiple == 0
+    return weight if by_rows or by_columns else weight.contiguous()
 
 
 class _ContiguousGradient(torch.autograd.Function):

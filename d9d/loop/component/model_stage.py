@@ -11,7 +11,7 @@ from d9d.core.dist_context import DistributedContext
 from d9d.core.placement import trainable
 from d9d.core.protocol import MixesTokens
 from d9d.internals.materialize import materialize_module, seed_names_of_stages
-from d9d.internals.model_states import names_to_load
+from d9d.internals.model_states import failing_together, names_to_load
 from d9d.internals.tied_parameters import StageMemory, agree_on_ties
 from d9d.loop.component.model_states import load_and_tie_stages
 from d9d.loop.component.tracked_modules import TrackedModules, everything, only_trainable
@@ -59,6 +59,8 @@ class ModelStageFactory:
         Raises:
             ValueError: If stages share weights in a way that cannot be kept, see `agree_on_ties`; or if something is
                 wrong with the source checkpoint or a mapper, see `load_and_tie_stages`.
+            RuntimeError: If the provider fails on any rank of a pipeline: on all of them, with its error in words. A
+                ValueError stays one, and so does an OSError. Without pipeline parallelism, errors are raised as they are.
         """
         context = self._dist_context
         stages: list[int] = []
@@ -94,20 +96,24 @@ class ModelStageFactory:
 
     def _build_on_meta(self, stage: PipelineStageInfo, memory: StageMemory) -> InitializeModelStageResult[Any]:
         context = self._dist_context
-        with torch.device("meta"):
+        # What is wrong with one stage, other stages do not see: they would go on, and wait for its ranks in vain. Each half
+        # ends together, so that ranks on which the first one fails are not waited for by any collective in the second.
+        together = context if context.mesh_params.has_pipeline_parallel else None
+        with failing_together(together), torch.device("meta"):
             built = self._provider.initialize_model_stage(
                 InitializeModelStageContext(dist_context=context, stage=stage)
             )
         model = cast("nn.Module", built.model)
         # What stages share is refused by all ranks together, and may not be distributed twice until then.
         has_shared = memory.add(stage.current_stage, model)
-        if context.is_distributed and not has_shared:
-            self._provider.parallelize_model_stage(
-                ParallelizeModelStageContext(dist_context=context, stage=stage, model=model)
-            )
-            self._refuse_undistributed(model)
-            self._refuse_attention_to_parts(model)
-            memory.add(stage.current_stage, model)
+        with failing_together(together):
+            if context.is_distributed and not has_shared:
+                self._provider.parallelize_model_stage(
+                    ParallelizeModelStageContext(dist_context=context, stage=stage, model=model)
+                )
+                self._refuse_undistributed(model)
+                self._refuse_attention_to_parts(model)
+                memory.add(stage.current_stage, model)
         return built
 
     def _tell_of_shared_names(self, module: nn.Module, seed_names: Mapping[str, str]) -> None:

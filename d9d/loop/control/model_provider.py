@@ -116,6 +116,8 @@ class ModelProvider(abc.ABC, Generic[TModel]):
     def initialize_model_stage(self, context: InitializeModelStageContext) -> InitializeModelStageResult[TModel]:
         """Build one stage. Called under `torch.device("meta")`, on each rank for the stages that it hosts.
 
+        It may not communicate. What it raises on some ranks of a pipeline is raised on all.
+
         The model must have a method `reset_parameters()` that initializes every parameter and buffer: the loop calls it
         after memory is allocated.
         """
@@ -124,7 +126,8 @@ class ModelProvider(abc.ABC, Generic[TModel]):
     def parallelize_model_stage(self, context: ParallelizeModelStageContext[TModel]) -> None:
         """Turn the parameters of a stage into distributed ones, in place.
 
-        Called on every rank, before memory is allocated. Not called when all parallelism degrees are 1.
+        Called on every rank, before memory is allocated. Not called when all parallelism degrees are 1. What it raises on
+        some ranks of a pipeline is raised on all; ranks that communicate in it must fail together by themselves.
         """
 
     def prepare_export_model_stage(

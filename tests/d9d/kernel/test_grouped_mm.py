@@ -60,6 +60,32 @@ def test_halves_of_a_backward_pass_leave_out_what_they_do_not_want(name: Callabl
         assert (a.grad is not None, b.grad is not None) == has_gradients
         if a.grad is not None:  # the gradient of a sum: rows of sums over outputs
             torch.testing.assert_close(a.grad, b.detach()[torch.tensor([0, 0, 1])].sum(2), **FP32_SUMS)
+        if b.grad is not None:  # for each output: sums over the rows of the group
+            of_groups = torch.stack([a.detach()[:2].sum(0), a.detach()[2]])
+            torch.testing.assert_close(b.grad, of_groups.unsqueeze(2).expand_as(b), **FP32_SUMS)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda wide: wide[:, :, ::2],
+        lambda wide: wide[:, :, 1 : 1 + OUT],
+        lambda wide: wide.permute(1, 2, 0).contiguous().permute(2, 0, 1)[:, :, :OUT],
+        lambda wide: wide[:, :1, :OUT].expand(2, IN, OUT),
+    ],
+)
+def test_matrices_may_have_any_strides(view: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype):
+    a, _ = operands([2, 1], False, dtype)
+    wide = torch.randn(2, IN, 2 * OUT, generator=torch.Generator().manual_seed(1), dtype=dtype).requires_grad_()
+    found = by_torch.grouped_mm(a, view(wide), torch.tensor([2, 1]), *BOTH)
+    right = torch.cat([a[:2] @ view(wide)[0], a[2:] @ view(wide)[1]])
+    torch.testing.assert_close(found, right, **FP32_SUMS)
+    weights = torch.linspace(-1, 1, found.numel(), dtype=dtype).view_as(found)
+    for gradient, of_rows in zip(
+        *(torch.autograd.grad((each * weights).sum(), (a, wide)) for each in (found, right)), strict=True
+    ):
+        torch.testing.assert_close(gradient, of_rows, **FP32_SUMS)
 
 
 def test_what_does_not_fit_is_refused():

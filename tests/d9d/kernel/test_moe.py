@@ -89,6 +89,14 @@ def test_there_and_back_without_tokens_and_in_bfloat16():
     assert slots.shape == (0, 3)
     assert probs.shape == (0,)
     assert moe_unpermute_mask(slots, rows, torch.ones(0, 4)).shape == (0, 3)
+    for num_slots in (0, 2):  # as many as a static layout has
+        tokens, wide = values(0, 3), values(0, 4)
+        slots, probs, rows = moe_permute_with_probs(tokens, wide, torch.ones(0, 4), num_slots)
+        assert torch.equal(slots, torch.zeros(num_slots, 3, dtype=torch.float64))
+        assert torch.equal(probs, torch.zeros(num_slots, dtype=torch.float64))
+        assert moe_unpermute_mask(slots, rows, wide).shape == (0, 3)
+        gradients = torch.autograd.grad(slots.sum() + probs.sum(), (tokens, wide))
+        assert [each.shape for each in gradients] == [(0, 3), (0, 4)]
     # 256 + 1 is no number of bfloat16: only sums in fp32 come to 258.
     outputs = torch.tensor([[256.0], [1.0], [1.0]]).bfloat16()
     assert moe_unpermute_mask(outputs, torch.tensor([[0, 1, 2]])).tolist() == [[258.0]]

@@ -1,4 +1,4 @@
-"""Find what of a model does not fit a mesh, from its config alone."""
+"""Find degrees of a mesh that heads, experts or layers of a model can not be shared by, from its config alone."""
 
 from collections.abc import Callable
 
@@ -19,7 +19,10 @@ def decoder_mesh_problems(
     *,
     replicate_kv_heads: bool = False,
 ) -> list[str]:
-    """Say why `parallelize_decoder` can not distribute a model, each with its numbers and the degrees that can.
+    """Say what of a decoder its ranks can not share, each with its numbers and the degrees that can.
+
+    These are heads among ``tp``, experts among ``ep``, and layers among pipeline stages. All else that `parallelize_decoder`
+    refuses, such as means of hidden states that ``tp`` would take over parts of the tokens, it says itself once stages are built.
 
     Needs no process group: for ``ModelProvider.mesh_problems``, and for that of a LightningModule.
 

@@ -20,6 +20,8 @@ from d9d.loop.control import (
 )
 from d9d.module.block.moe import MoELayer, RouterLossParameters
 from d9d.module.parallelism.api import parallelize_hsdp
+from d9d.peft import inject_peft_and_freeze
+from d9d.peft.all import PeftStackConfig, peft_method_from_config
 from tests.harness.parity import assert_close_tree, named_full_parameters
 
 SEED = 8
@@ -145,6 +147,34 @@ def test_router_losses_of_parts_of_sequences_are_refused():
     with pytest.raises(ValueError, match=r"left 1 modules that would .*count for router losses, .*alone: moe\."):
         build(context, RoutedProvider(RouterLossParameters(load_balancing=0.1)))
     build(context, RoutedProvider(RouterLossParameters()))  # without losses, nothing depends on other tokens
+
+
+class AdaptedProvider(ModelProvider[nn.Module]):
+    """Adapters can be had by the second stage only, which then can not be distributed."""
+
+    def __init__(self, pattern: str) -> None:
+        adapters = {"kind": "lora", "module_name_pattern": pattern, "params": {"r": 2, "alpha": 2, "dropout": 0.0}}
+        self.method = peft_method_from_config(PeftStackConfig.model_validate({"methods": [adapters]}))
+
+    def initialize_model_stage(self, context: InitializeModelStageContext) -> InitializeModelStageResult[nn.Module]:
+        stage = nn.ModuleDict({"in": nn.Linear(3, 3)})
+        if context.stage.is_current_stage_first:
+            stage["tokens"] = nn.Embedding(3, 3)
+        inject_peft_and_freeze(self.method, stage)
+        return InitializeModelStageResult(model=stage, state_mapper=None)
+
+    def parallelize_model_stage(self, context: ParallelizeModelStageContext[nn.Module]) -> None:
+        if not context.stage.is_current_stage_first:
+            raise ValueError("no plan for this stage")
+
+
+@pytest.mark.world_size(2)
+def test_what_is_wrong_with_one_stage_is_raised_on_the_ranks_of_all():
+    context = DeviceMeshParameters(pipeline_parallel=2).build()
+    with pytest.raises(RuntimeError, match=r"on rank 0 of 2: NotImplementedError: tokens can have no adapter"):
+        build(context, AdaptedProvider("in|tokens"))
+    with pytest.raises(ValueError, match="on rank 1 of 2: no plan for this stage"):
+        build(context, AdaptedProvider("in"))
 
 
 def test_values_must_come_from_somewhere():
