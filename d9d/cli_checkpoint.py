@@ -89,5 +89,10 @@ def _diff(first: Path, second: Path, pattern: str) -> tuple[str, bool]:
 def _require_checkpoint(folder: Path) -> None:
     from d9d.checkpoint.inspection import is_checkpoint
 
-    if not is_checkpoint(folder):
-        raise FileNotFoundError(f"{folder} is no complete checkpoint. Name one, such as {folder / 'save-100'}.")
+    if is_checkpoint(folder):
+        return
+    near = [path for base in (folder, folder.parent) for path in sorted(base.glob("save-*")) if is_checkpoint(path)]
+    there = (
+        f"There are {', '.join(map(str, near[-3:]))}." if near else "Name one, such as runs/checkpoints/job/save-100."
+    )
+    raise FileNotFoundError(f"{folder} is no complete checkpoint. {there}")

@@ -4,11 +4,12 @@ import abc
 import importlib
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from pathlib import PurePosixPath
 from types import ModuleType
 from typing import Any, Generic, Self, TypeAlias, TypeVar
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 from torch.distributed.checkpoint.stateful import Stateful
 
 TConfig = TypeVar("TConfig")
@@ -23,6 +24,15 @@ class RunConfig(BaseModel):
     description: str | None = Field(default=None, description="Free text.")
     # Users put whatever their tracker can show.
     hparams: dict[str, Any] = Field(default_factory=dict, description="Hyperparameters to show beside the results.")
+
+    @field_validator("name")
+    @classmethod
+    def _is_name_of_a_folder(cls, name: str) -> str:
+        if not name or PurePosixPath(name).is_absolute() or ".." in name.split("/") or "\0" in name or "\\" in name:
+            raise ValueError(
+                f"{name!r} names no folder below those of checkpoints: leave out '..', backslashes and a '/' in front."
+            )
+        return name
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,6 +31,10 @@ def test_commands(folder: Path, capsys: pytest.CaptureFixture[str]):
     assert capsys.readouterr().out == "model.weight: 2 of 2 elements differ, by up to 1\n"
     assert main(["checkpoint", "verify", str(folder)]) == 0
     assert capsys.readouterr().out == f"{first}: intact\n{second}: intact\n"
+    for wrong in (folder, folder / "save-7"):
+        with pytest.raises(SystemExit):
+            main(["checkpoint", "show", str(wrong)])
+        assert f"{wrong} is no complete checkpoint. There are {first}, {second}." in capsys.readouterr().err
     (first / "tensors.json").unlink()
     assert main(["checkpoint", "verify", str(folder)]) == 1
     assert capsys.readouterr().out.splitlines()[:2] == [f"{first}: damaged", f"  {first / 'tensors.json'} is missing"]
@@ -40,7 +44,7 @@ def test_commands(folder: Path, capsys: pytest.CaptureFixture[str]):
     ("words", "message"),
     [
         (("list", "nowhere"), "there is no folder nowhere"),
-        (("show", "."), "is no complete checkpoint. Name one, such as save-100"),
+        (("show", "."), "is no complete checkpoint. Name one, such as runs/checkpoints/job/save-100"),
         (("verify", "nowhere"), "holds no complete checkpoint"),
         (("diff", "a"), "diff takes two checkpoints"),
         (("list", "a", "b"), "list takes one folder"),

@@ -227,9 +227,10 @@ class StateCheckpointer:
                 may_be_left=may_be_left,
             )
         except ValueError as error:
+            allow = "If parameters were added or removed on purpose, set checkpointing.on_changed_parameters to 'allow'. Otherwise undo"
+            mend = allow if self._config.on_changed_parameters == "raise" else "Undo"
             raise ValueError(
-                f"{error}\nIf the model was changed on purpose, set checkpointing.on_changed_parameters to 'allow'. Otherwise undo "
-                f"the change, start another run (run.name), or remove the checkpoint."
+                f"{error}\n{mend} the change, start another run (run.name), or remove the checkpoint."
             ) from error
         with participants.failing_together():
             state.load_state_dict(loaded[STATE_KEY])

@@ -122,6 +122,13 @@ def test_wrong_configs_are_refused(fields):
         CONFIG.validate_python(fields)
 
 
+@pytest.mark.parametrize("name", ["", "../../elsewhere", "a/../..", "/a", "a\\b", "a\0"])
+def test_a_run_is_a_folder_below_that_of_checkpoints(name):
+    with pytest.raises(ValidationError, match=r"leave out '\.\.'"):
+        RunConfig(name=name)
+    assert RunConfig(name="sweep 3/lr=0.1..0.2").name == "sweep 3/lr=0.1..0.2"
+
+
 def test_names_hold_the_context_in_a_fixed_order():
     assert flat_name(TrackerPoint(name="a/b", step=0, context={})) == "a/b"
     assert flat_name(TrackerPoint(name="x", step=0, context={"b": "2", "a": "1"})) == "a.1/b.2/x"
