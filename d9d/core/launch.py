@@ -126,7 +126,11 @@ def _store_of_this_start(store: Store, rank: int, world_size: int) -> Store:
     start, num_answered, end_s = str(arrival), 0, time.monotonic() + _INIT_TIMEOUT.total_seconds()
     while (num_heard := store.add(_num_heard(start), 0)) < world_size - 1:
         if time.monotonic() > end_s:
-            raise RuntimeError(f"only {num_heard + 1} of {world_size} processes have come within {_INIT_TIMEOUT}.")
+            address = ":".join(os.environ.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT"))
+            raise RuntimeError(
+                f"only {num_heard + 1} of {world_size} processes have come to {address} within {_INIT_TIMEOUT}. See whether the "
+                f"others have failed, were started with this address (MASTER_ADDR:MASTER_PORT), and reach it."
+            )
         num_arrivals = store.add(_ARRIVALS, 0)
         for other in range(num_answered + 1, num_arrivals + 1):
             store.set(_answer_to(other), start)

@@ -7,7 +7,7 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Checkpoint, EarlyStopping
 
-from d9d.core.agreement import agree_on
+from d9d.core.agreement import agree_on, name_of
 from d9d.core.dist_context import DistributedContext
 from d9d.core.participants import Participants
 from d9d_lightning.options.strategy_options import StrategyOptions
@@ -35,15 +35,28 @@ def agree_on_run(context: DistributedContext, trainer: Trainer, options: Strateg
         "Trainer": _arguments(trainer),
         # Others may be there on one rank alone, and print.
         "callbacks": [each.state_key for each in callbacks if isinstance(each, Checkpoint | EarlyStopping)],
-        "D9DStrategy": {
-            field.name: getattr(options, field.name)  # introspection: all options, by the names that users know
-            for field in dataclasses.fields(options)
-            if field.name not in _OF_SINGLE_RANKS
-        },
+        "D9DStrategy": _options(options),
         "version": {"torch": torch.__version__, "lightning": lightning.__version__},
     }
     mend = "Start all ranks with the same code, the same arguments and the same environment."
     agree_on(Participants(context.groups[:1]), "what they run", facts, mend)
+
+
+def _options(options: StrategyOptions) -> dict[str, object]:
+    """Return the arguments of a strategy, by the names that users know, but for those that ranks need not have in common."""
+    names = [field.name for field in dataclasses.fields(options)]
+    values = {name: getattr(options, name) for name in names}  # introspection: a dataclass declares its fields
+    states = values.pop("model_states")
+    mappers = {"load_mapper": states.load_mapper, "export_mapper": states.export_mapper}
+    return {
+        **{name: value for name, value in values.items() if name not in _OF_SINGLE_RANKS},
+        # Each machine may have a copy of its own.
+        "source_checkpoint": states.source_checkpoint is not None,
+        # What they do need not show in a text.
+        **{name: None if mapper is None else name_of(mapper) for name, mapper in mappers.items()},
+        "keep_initial": states.keep_initial,
+        "load_mode": states.load_mode,
+    }
 
 
 def _arguments(trainer: Trainer) -> dict[str, object]:

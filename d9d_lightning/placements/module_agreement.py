@@ -15,7 +15,7 @@ __all__ = ["agree_on_module", "agree_on_optimizers"]
 
 
 def agree_on_module(module: nn.Module, context: DistributedContext) -> None:
-    """Compare the tensors of a module that is not cut into stages: names, shapes and types. All ranks must call it; blocks.
+    """Compare the tensors of a module that is not cut into stages: names, shapes, types, order. All ranks must call it; blocks.
 
     Raises:
         ValueError: On all ranks, naming the tensors that differ.
@@ -23,7 +23,11 @@ def agree_on_module(module: nn.Module, context: DistributedContext) -> None:
     tensors = (*module.named_parameters(), *module.named_buffers())
     facts = {name: _form(tensor) for name, tensor in tensors}
     mend = f"Build the same {type(module).__name__} on all ranks: layers, and what of them trains, must not depend on the rank."
-    agree_on(Participants(context.groups[:1]), "the module", facts, mend)
+    participants = Participants(context.groups[:1])
+    agree_on(participants, "the module", facts, mend)
+    # Values are exchanged by position.
+    mend = f"{type(module).__name__} must get its layers in one order: build them from a list or sorted names, not from a set."
+    agree_on(participants, "the order of the module's tensors", {"order": list(facts)}, mend)
 
 
 def _form(tensor: torch.Tensor) -> str:
@@ -51,7 +55,9 @@ def agree_on_optimizers(
         described: dict[str, object] = {"kind": type(optimizer).__qualname__}
         for index, group in enumerate(optimizer.param_groups):
             options: dict[str, object] = {
-                name: value for name, value in group.items() if isinstance(value, str | int | float | tuple | None)
+                name: value
+                for name, value in group.items()
+                if isinstance(value, str | int | float | tuple | torch.Tensor | None)
             }
             if not is_cut:
                 options["parameters"] = [names.get(id(parameter)) for parameter in group["params"]]

@@ -17,7 +17,7 @@ from d9d.core.dist_context import DistributedContext
 from d9d.core.fsdp_internals import fsdp_units, keep_gathered
 from d9d.core.placement import local_tensor
 from d9d.optim.local_shards import localize_optimizer
-from d9d_lightning.checkpoints.restarts import count_fit
+from d9d_lightning.checkpoints.restarts import count_fit, end_count
 from d9d_lightning.collectives import all_gather_stacked, reduce_over
 from d9d_lightning.data.loader_states import draw_order_again, load_waiting_states
 from d9d_lightning.data.loaders import agree_on_batches, prepare_loader
@@ -220,6 +220,7 @@ class TrainerRun:
         if self._restore_advice is not None:
             self._restore_advice()
         self._signals.release()
+        end_count(self._trainer, self._context)
 
     # Training
 

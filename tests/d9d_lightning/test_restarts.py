@@ -75,6 +75,36 @@ def test_a_restart_that_does_not_resume_is_told(tmp_path, monkeypatch):
     assert all("call fit(ckpt_path='last')" in text for text in told)
 
 
+@pytest.mark.world_size(2)
+def test_a_fit_that_is_through_is_not_counted_again(tmp_path, monkeypatch):
+    """A script fits twice. Restarts repeat the first fit, which has nothing left to do, while the second one gets further."""
+    for number in range(3):
+        for name, value in (("RUN_ID", "job"), ("RESTART_COUNT", str(number)), ("MAX_RESTARTS", "9")):
+            monkeypatch.setenv(f"TORCHELASTIC_{name}", value)
+        trainer = build_trainer(
+            {"data_parallel_replicate": 2},
+            callbacks=[ModelCheckpoint(tmp_path / "first", save_last=True)],
+            enable_checkpointing=True,
+            strategy_options={"max_restarts_without_progress": 0},
+        )
+        trainer.fit(seeded(Regression), rank_loader(make_samples(8), 4, dist.get_rank(), 2), ckpt_path="last")
+        assert trainer.global_step == 2
+        attempt(number, tmp_path / "second", monkeypatch, num_steps=3 + 2 * number, limit=0)
+    attempt(3, tmp_path / "second", monkeypatch, num_steps=7, limit=0)  # resumes from step 6, the first to do so
+    with pytest.raises(RuntimeError, match=r"restarted 1 times in a row .* of step 6"):
+        attempt(4, tmp_path / "second", monkeypatch, num_steps=7, limit=0)
+
+
+@pytest.mark.world_size(2)
+def test_a_malformed_environment_is_said_by_all_ranks(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "two" if dist.get_rank() == 0 else "0")
+    trainer = build_trainer(
+        {"data_parallel_replicate": 2}, callbacks=[ModelCheckpoint(tmp_path)], enable_checkpointing=True
+    )
+    with pytest.raises(ValueError, match=r"on rank 0 of 2: .*TORCHELASTIC_RESTART_COUNT='two'"):
+        trainer.fit(seeded(Regression), rank_loader(make_samples(8), 4, dist.get_rank(), 2))
+
+
 def test_nothing_is_written_where_nobody_restarts(tmp_path):
     saving = ModelCheckpoint(tmp_path, every_n_train_steps=100)
     trainer = plain_trainer(strategy=D9DStrategy(), callbacks=[saving], enable_checkpointing=True, max_steps=1)

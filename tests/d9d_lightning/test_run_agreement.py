@@ -10,7 +10,10 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.d9d_lightning.support import Regression, build_trainer, make_samples, rank_loader, seeded
+from d9d.core.dist_context import DeviceMeshParameters
+from d9d_lightning import D9DStrategy
+from d9d_lightning.jobs.run_agreement import agree_on_run
+from tests.d9d_lightning.support import Regression, build_trainer, make_samples, plain_trainer, rank_loader, seeded
 
 MESH = {"data_parallel_replicate": 2}
 
@@ -76,6 +79,43 @@ def test_modules(mesh):
     assert '- extra.bias: nothing on rank 0; "torch.float64 (2,), trained" on rank 1' in lines
     assert '- blocks.0.inner.0.bias: "torch.float64 (6,), trained" on rank 0; "torch.float64 (6,)" on rank 1' in lines
     assert lines[-1].startswith("Build the same Wider on all ranks")
+
+
+class Heads(Regression):
+    """As if built from a set of names, whose order each process has for itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.heads = nn.ModuleDict({name: nn.Linear(2, 2) for name in of_rank(("law", "art"), ("art", "law"))})
+
+
+@pytest.mark.world_size(2)
+def test_layers_in_another_order():
+    with pytest.raises(ValueError, match="the order of the module's tensors") as error:
+        fit(seeded(Heads))
+    (line,) = str(error.value).splitlines()[1:-1]
+    assert 'heads.law.weight", "heads.law.bias", "heads.art.weight"' in line.split(" on rank 0; ")[0]
+    assert "Heads must get its layers in one order" in str(error.value)
+
+
+@pytest.mark.world_size(2)
+def test_sources_of_each_machine_and_mappers_of_each_process(tmp_path):
+    class Same:
+        def __call__(self, module):
+            return None
+
+        def __repr__(self):
+            return f"Same of rank {dist.get_rank()}"
+
+    folders = [tmp_path / name for name in ("first", "second")]
+    for folder in folders:
+        folder.mkdir(exist_ok=True)
+    options = {"source_checkpoint": of_rank(*folders), "load_mapper": lambda module: None, "export_mapper": Same()}
+    context = DeviceMeshParameters(**MESH).build()
+    agree_on_run(context, plain_trainer(), D9DStrategy(MESH, **options)._options)
+    options["load_mapper"] = of_rank(options["load_mapper"], Same())
+    with pytest.raises(ValueError, match=r"D9DStrategy.load_mapper: .*<lambda>\" on rank 0; \".*Same\" on rank 1"):
+        agree_on_run(context, plain_trainer(), D9DStrategy(MESH, **options)._options)
 
 
 class TwoGroups(Regression):

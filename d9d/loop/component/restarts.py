@@ -9,7 +9,7 @@ from typing import NamedTuple
 from d9d.core.launch import LaunchEnvironment, RestartEnvironment
 from d9d.core.participants import Participants
 
-__all__ = ["RECORD_NAME", "count_restart"]
+__all__ = ["RECORD_NAME", "count_restart", "forget_restarts"]
 
 RECORD_NAME = "restarts.json"
 """File beside the checkpoints of a run."""
@@ -51,13 +51,26 @@ def count_restart(
         OSError: The count cannot be written.
     """
     with participants.failing_together():
-        environment, is_first_of_node = RestartEnvironment.read(), LaunchEnvironment.read().local_rank == 0
+        environment = RestartEnvironment.read()
+        # Where nobody restarts the job nothing else need be set.
+        is_counting = environment.max_restarts > 0 and LaunchEnvironment.read().local_rank == 0
     # Each node counts the failures of its own processes.
-    counts = participants.gather(environment.attempt if is_first_of_node else 0)
+    counts = participants.gather(environment.attempt if is_counting else 0)
     with participants.failing_together():
         if participants.rank == 0 and environment.max_restarts > 0:
             environment = dataclasses.replace(environment, attempt=sum(counts))
             _refuse_without_progress(folder, newest_step, limit, limit_name, environment, logger)
+
+
+def forget_restarts(participants: Participants, folder: Path) -> None:
+    """End the count of a job that is through: its start in a later restart is none without progress. No communication.
+
+    Args:
+        participants: All ranks.
+        folder: As of `count_restart`.
+    """
+    if participants.rank == 0:
+        (folder / RECORD_NAME).unlink(missing_ok=True)
 
 
 def _refuse_without_progress(

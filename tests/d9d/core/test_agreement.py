@@ -1,5 +1,8 @@
 """Ranks that do not agree: all of them hear of each difference by name."""
 
+import dataclasses
+import functools
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -47,6 +50,63 @@ def test_objects_count_by_their_text_without_its_address():
     agree_on(all_ranks(), "x", {"mapper": Mapper(), "function": lambda: kept, "set": {"b", "a"}}, "Mend it.")
     with pytest.raises(ValueError, match=r"float16.? on rank 0; .*float64.? on rank 1"):
         agree_on(all_ranks(), "x", {"dtype": (torch.float16, torch.float64)[dist.get_rank()]}, "Mend it.")
+
+
+@dataclasses.dataclass(frozen=True)
+class Renamed:
+    names: frozenset[str]
+    form: object = None
+
+
+@pytest.mark.world_size(2)
+def test_fields_of_dataclasses_are_compared_without_the_order_of_sets():
+    """Sets are written in the order of hashes, which differ between processes that have no common PYTHONHASHSEED."""
+    rank = dist.get_rank()
+
+    class Hashed(str):
+        __slots__ = ()
+
+        def __hash__(self) -> int:
+            return 1  # so that sets keep the order in which they are filled
+
+    def names() -> frozenset[str]:
+        return frozenset(map(Hashed, ["a", "b", "c"][:: 1 if rank else -1]))
+
+    assert repr(names()) == ("frozenset({'c', 'b', 'a'})", "frozenset({'a', 'b', 'c'})")[rank]
+    kept = [object() for _ in range(rank + 1)]
+    inside = [Renamed(names(), {"of": kept[rank]}), functools.partial(print, end=names())]
+    agree_on(all_ranks(), "x", {"mapper": Renamed(names(), Renamed(names())), "inside": inside}, "Mend it.")
+    mapper = Renamed(names(), {"steps": 1 + rank})
+    with pytest.raises(ValueError, match=r"- mapper\.form\.steps: 1 on rank 0; 2 on rank 1\nMend it"):
+        agree_on(all_ranks(), "x", {"mapper": mapper}, "Mend it.")
+
+
+@pytest.mark.world_size(2)
+def test_tensors_are_compared_by_their_values():
+    rates = {"betas": (torch.tensor(0.5), 0.25), "late": torch.empty(2, device="meta")}
+    agree_on(all_ranks(), "x", rates, "Mend it.")
+    with pytest.raises(ValueError, match=r'- rate: \["torch.float32", \[\], 0.5\] on rank 0; .* 1.5\] on rank 1'):
+        agree_on(all_ranks(), "x", {"rate": torch.tensor(0.5 + dist.get_rank())}, "Mend it.")
+
+
+@pytest.mark.world_size(2)
+def test_long_values_are_shown_around_the_first_difference():
+    names = [f"layers.{index}.weight" for index in range(100)]
+    facts = {"names": names[: 100 - dist.get_rank()], "same": names}
+    with pytest.raises(ValueError, match="names") as error:
+        agree_on(all_ranks(), "x", facts, "Mend it.")
+    (line,) = str(error.value).splitlines()[1:-1]
+    assert line.endswith('layers.98.weight"] on rank 1')
+    assert 'layers.99.weight"] on rank 0; ...' in line
+    assert len(line) < 300
+
+
+@pytest.mark.world_size(2)
+def test_many_differences_are_counted():
+    facts = {f"fact {index:02}": dist.get_rank() for index in range(25)}
+    with pytest.raises(ValueError, match="fact 00: 0 on rank 0; 1 on rank 1") as error:
+        agree_on(all_ranks(), "x", facts, "Mend it.")
+    assert str(error.value).splitlines()[-3:] == ["- fact 19: 0 on rank 0; 1 on rank 1", "- and 5 more", "Mend it."]
 
 
 @pytest.mark.world_size(2)

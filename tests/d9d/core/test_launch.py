@@ -3,10 +3,12 @@
 import os
 import subprocess
 import sys
+from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
 
+from d9d.core import launch
 from d9d.core.dist_context import DeviceMeshParameters
 from d9d.core.launch import LaunchEnvironment
 
@@ -64,6 +66,15 @@ def test_without_an_address_the_error_names_the_launcher(environment: pytest.Mon
     with pytest.raises(ValueError, match=r"MASTER_ADDR and MASTER_PORT not set.*torchrun --nproc-per-node 2"):
         DeviceMeshParameters(data_parallel_shard=2).build()
     assert not dist.is_initialized()
+
+
+def test_processes_that_do_not_come_are_told_where_to(environment: pytest.MonkeyPatch):
+    set_all(environment, MASTER_ADDR="node-0", MASTER_PORT="29500")
+    environment.setattr(launch, "_INIT_TIMEOUT", timedelta(0))
+    with pytest.raises(
+        RuntimeError, match=r"only 1 of 2 processes have come to node-0:29500 within 0:00:00\. See whether"
+    ):
+        launch._store_of_this_start(dist.HashStore(), 0, 2)
 
 
 @pytest.mark.world_size(2)

@@ -91,7 +91,9 @@ def test_failures_of_each_node_count(tmp_path: Path):
         start(tmp_path, (2, 2)[group.rank()], None, ranks=Participants([group]), LOCAL_RANK="0")
 
 
-def test_nothing_is_written_where_nobody_restarts(tmp_path: Path):
+def test_nothing_is_written_where_nobody_restarts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")  # of a job step of two tasks, say, of which this process is one on its own
+    monkeypatch.delenv("RANK", raising=False)
     count_restart(Participants(), tmp_path, None, 0, "max_restarts", LOGGER)
     assert list(tmp_path.iterdir()) == []
 
