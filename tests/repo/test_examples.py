@@ -228,6 +228,7 @@ def test_the_lightning_example_logs_and_saves_the_same_on_a_mesh(
     assert result["best"].name == on_one_process["best"].name
     assert result["best_score"] == on_one_process["best_score"]
 
+    importlib.import_module("d9d_lightning")  # from then on modules load from folders
     monkeypatch.syspath_prepend(EXAMPLES / "lightning_pipeline")
     module = importlib.import_module("module").DigitTransformer.load_from_checkpoint(result["best"])
     trainer = L.Trainer(accelerator="cpu", devices=1, logger=False, enable_progress_bar=False)
