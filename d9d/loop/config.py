@@ -114,7 +114,7 @@ class DataPrefetchConfig(BaseModel):
         description=(
             "Packs that a background thread reads and copies ahead. Default 1: hides the copy at the memory of one more "
             "pack. 0: copy when the pack is needed, without a thread. So does data that has to be read on the main thread, "
-            "as AutoDataProvider's with num_workers 0 (see its seeds_generators)."
+            "as AutoDataProvider's with num_workers 0 or packing (see its seeds_generators)."
         ),
     )
 

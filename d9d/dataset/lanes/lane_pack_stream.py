@@ -9,10 +9,13 @@ from d9d.core.protocol import MicrobatchPackStream
 from d9d.core.types import CollateFn, MicrobatchPack
 from d9d.dataset.lanes.generators import KeptGenerators, may_seed_generators, seed_generators
 from d9d.dataset.lanes.lane_stream import LaneStream
+from d9d.dataset.lanes.loader_processes import LoaderOptions
 from d9d.dataset.lanes.order import Tail
 from d9d.dataset.lanes.plan import DataPlan
+from d9d.dataset.lanes.record_loading import RecordLoader
 from d9d.dataset.lanes.sample_loading import SampleSeeds
 from d9d.dataset.lanes.state import LaneState, check_resume
+from d9d.dataset.sharded import derive_seed
 
 __all__ = ["ElasticLaneStream"]
 
@@ -24,8 +27,9 @@ class ElasticLaneStream(MicrobatchPackStream):
     """Draws the packs of one data-parallel rank from the streams of its lanes.
 
     In each step, each lane gives the same number of microbatches, and neighbouring lanes belong to one rank, so that
-    content and order of all microbatches are the same for any number of ranks that divides the lanes. Elements are made
-    where the stream is read; the position is after the last pack that was handed out.
+    content and order of all microbatches are the same for any number of ranks that divides the lanes. Elements are made and
+    collated where the stream is read, of records that loader processes may load (`loader`). The position is after the last
+    pack that was handed out, whatever has been read ahead.
 
     The state has a key for each lane of this rank. A checkpoint gathers those of all ranks, and each rank finds the keys
     of its lanes there, however many ranks there are. Ranks that share their lanes hold the same values.
@@ -42,6 +46,7 @@ class ElasticLaneStream(MicrobatchPackStream):
         recipe: How lanes make their elements of samples, such as sizes of packers; compared at a resume.
         seeds_generators: Whether lanes seed the global generators (`LaneRecords`): then the stream asks to be read on the
             main thread, seeds them for the collate function, too, and puts them back after each pack.
+        loader: The one of the `LaneRecords` in the lanes, which reads their records ahead; None if there is none.
 
     Raises:
         ValueError: The plan cannot be followed; names all problems.
@@ -59,6 +64,7 @@ class ElasticLaneStream(MicrobatchPackStream):
         fingerprint: str = "",
         recipe: str = "",
         seeds_generators: bool = False,
+        loader: RecordLoader | None = None,
     ) -> None:
         problems = _problems(plan, dp_size, dp_rank)
         if problems:
@@ -75,6 +81,9 @@ class ElasticLaneStream(MicrobatchPackStream):
         self._seeds_generators = seeds_generators
         self._seeds = SampleSeeds(plan.seed)
         self._generators = KeptGenerators()
+        self._loader = loader or RecordLoader(LoaderOptions())
+        self._loader.adapt(plan.microbatch_size, 1)  # a guess, until there are microbatches
+        self._dp_rank = dp_rank
         self._num_steps = 0
         self._iteration = 0
 
@@ -101,12 +110,18 @@ class ElasticLaneStream(MicrobatchPackStream):
         self._iteration += 1
         iteration = self._iteration
         first, total = self._num_steps, self._total_steps
-        for step in itertools.count(first) if total is None else range(first, total):
-            if iteration != self._iteration:
-                raise RuntimeError("this iterator is stale: the stream was moved or iterated anew after it began.")
-            pack = self._draw_whole_pack(step)
-            self._num_steps = step + 1
-            yield pack
+        seed = derive_seed(self._plan.seed, self._dp_rank, first)
+        self._loader.rest(seed)
+        try:
+            for step in itertools.count(first) if total is None else range(first, total):
+                if iteration != self._iteration:
+                    raise RuntimeError("this iterator is stale: the stream was moved or iterated anew after it began.")
+                pack = self._draw_whole_pack(step)
+                self._num_steps = step + 1
+                yield pack
+        finally:
+            if iteration == self._iteration:
+                self._loader.rest(seed)
 
     def _draw_whole_pack(self, step: int) -> MicrobatchPack[Any]:
         before = self._lane_states()
@@ -129,12 +144,15 @@ class ElasticLaneStream(MicrobatchPackStream):
             for _ in range(jump // plan.num_lanes):
                 # What comes behind is known only when this has been read.
                 next(stream)
-            for start in plan.microbatch_starts(step, plan.num_lanes, lane):
+            num_taken = self._loader.num_taken
+            starts = plan.microbatch_starts(step, plan.num_lanes, lane)
+            for start in starts:
                 elements = [next(stream) for _ in range(size)]
                 if seeds:
                     # Whatever has been loaded for these elements: packers keep some, and load them again after a resume.
                     seed_generators(self._seeds.at(start))
                 pack.append(self._collate_fn(elements))
+            self._loader.adapt(self._loader.num_taken - num_taken, len(starts))
         return tuple(pack)
 
     def state_dict(self) -> dict[str, Any]:

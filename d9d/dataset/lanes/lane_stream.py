@@ -1,11 +1,12 @@
 """Streams that keep a state in each lane, such as packing: what they promise, and what they read from."""
 
+from collections.abc import Sequence
 from typing import Any, Protocol, TypeVar
 
-from d9d.dataset.lanes.generators import may_seed_generators
 from d9d.dataset.lanes.order import Tail
 from d9d.dataset.lanes.plan import DataPlan
-from d9d.dataset.lanes.sample_loading import MapDataset, SampleError, SampleSeeds, load_sample
+from d9d.dataset.lanes.record_loading import LaneSource, RecordLoader
+from d9d.dataset.lanes.sample_loading import MapDataset
 
 __all__ = ["LaneRecords", "LaneStream"]
 
@@ -40,24 +41,30 @@ class LaneRecords:
         lane: Index of the lane.
         seeds_generators: Seed the global generators before each record, where that disturbs no other thread. They are left
             where loading leaves them; `ElasticLaneStream` puts them back.
+        loader: Loads them ahead in loader processes; shared by all lanes of the rank. None: load when they are asked for.
 
     Raises:
         ValueError: The tail is another one, or there is no such lane.
     """
 
-    def __init__(self, dataset: MapDataset, plan: DataPlan, lane: int, *, seeds_generators: bool = False) -> None:
+    def __init__(
+        self,
+        dataset: MapDataset,
+        plan: DataPlan,
+        lane: int,
+        *,
+        seeds_generators: bool = False,
+        loader: RecordLoader | None = None,
+    ) -> None:
         if plan.tail is not Tail.wrap:
             raise ValueError(
                 f"lanes with a state read epochs without end: they need tail 'wrap', not {plan.tail.value!r}."
             )
         if not 0 <= lane < plan.num_lanes:
             raise ValueError(f"lane ({lane}) must be from 0 to {plan.num_lanes - 1}.")
-        self._dataset = dataset
-        self._order = plan.order
-        self._seeds = SampleSeeds(plan.seed)
-        self._lane = lane
-        self._num_lanes = plan.num_lanes
-        self._seeds_generators = seeds_generators
+        self._source = LaneSource(dataset, plan, lane, seeds_generators=seeds_generators)
+        self._loader = loader if loader is not None and loader.has_workers else None
+        self._reader = self._loader.add(self._source) if self._loader is not None else 0
 
     # `Any`: samples are of any type.
     def __call__(self, number: int) -> Any:  # noqa: ANN401
@@ -65,14 +72,16 @@ class LaneRecords:
 
         Raises:
             SampleError: The dataset raised; names sample and position.
+            RuntimeError: A loader process died; names a sample that it should have loaded.
         """
-        position = number * self._num_lanes + self._lane
-        index = self._order.sample(position)
-        seeds = self._seeds_generators and may_seed_generators()
-        try:
-            return load_sample(self._dataset, index, self._seeds.at(position), seeds_generators=seeds)
-        except Exception as error:
-            raise SampleError(
-                f"sample {index} of the dataset (position {position} of the run, record {number} of lane {self._lane}) "
-                f"could not be loaded: {error!r}"
-            ) from error
+        return self._source.load(number) if self._loader is None else self._loader.take(self._reader, number)
+
+    def expect(self, first: Sequence[int], then: int) -> None:
+        """Tell which records come next, to have those read ahead. Without that, all of them are expected in order.
+
+        Args:
+            first: Those that are needed first, in about this order.
+            then: The record from which all are needed.
+        """
+        if self._loader is not None:
+            self._loader.expect(self._reader, first, then)

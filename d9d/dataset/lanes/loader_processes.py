@@ -1,10 +1,59 @@
-"""How loader processes begin."""
+"""Loader processes: how they are set, how they begin, and what is said when one fails."""
 
 import dataclasses
 import os
 from collections.abc import Callable
+from typing import Any
 
-__all__ = ["OwnProcessGroup"]
+import torch
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+__all__ = ["LoaderOptions", "OwnProcessGroup", "build_loader", "loader_failure"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class LoaderOptions:
+    """Sets how PyTorch's loader runs. None of it changes which samples come, or in which order.
+
+    Raises:
+        ValueError: On creation; names all problems.
+
+    Attributes:
+        num_workers: Loader processes per rank; 0 loads where the stream is read.
+        persistent_workers: Keep loader processes when the stream starts anew.
+        pin_memory: Copy microbatches to page-locked memory, in a thread of the loader.
+        prefetch_factor: Microbatches, or the documents of as many, that each loader process loads ahead; None for PyTorch's default.
+        timeout_s: Seconds to wait for a microbatch of a loader process; 0 for ever.
+        start_method: How loader processes start, "fork", "spawn" or "forkserver"; None for Python's default.
+    """
+
+    num_workers: int = 0
+    persistent_workers: bool = False
+    pin_memory: bool = False
+    prefetch_factor: int | None = None
+    timeout_s: float = 0.0
+    start_method: str | None = None
+
+    def __post_init__(self) -> None:
+        problems = [
+            f"{name} ({value}) must not be negative."
+            for name, value in (("num_workers", self.num_workers), ("timeout_s", self.timeout_s))
+            if value < 0
+        ]
+        if self.prefetch_factor is not None and self.prefetch_factor < 1:
+            problems.append(f"prefetch_factor ({self.prefetch_factor}) must be at least 1.")
+        if self.num_workers == 0:
+            for_workers: tuple[tuple[str, object, bool], ...] = (
+                ("persistent_workers", self.persistent_workers, self.persistent_workers),
+                ("prefetch_factor", self.prefetch_factor, self.prefetch_factor is not None),
+                ("timeout_s", self.timeout_s, self.timeout_s > 0),
+                ("start_method", self.start_method, self.start_method is not None),
+            )
+            problems.extend(
+                f"{name} ({value}) needs num_workers >= 1." for name, value, is_set in for_workers if is_set
+            )
+        if problems:
+            raise ValueError(" ".join(problems))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,3 +75,50 @@ class OwnProcessGroup:
         os.setpgid(0, 0)
         if self.then is not None:
             self.then(worker_id)
+
+
+# `Any`: items are of any type.
+def build_loader(
+    items: Dataset[Any], sampler: Sampler[Any], options: LoaderOptions, seeds: torch.Generator
+) -> DataLoader[Any]:
+    """Build a loader that passes on the items of a dataset as they are.
+
+    Args:
+        items: Loads an item for what the sampler yields. It travels to loader processes.
+        sampler: Yields what to load, in this process; asked anew by each `iter()` of the loader.
+        options: Loader processes and how they load.
+        seeds: Draws the seeds of loader processes, so that the global generator is left alone.
+    """
+    return DataLoader(
+        items,
+        sampler=sampler,
+        batch_size=None,
+        collate_fn=_as_it_is,
+        num_workers=options.num_workers,
+        persistent_workers=options.persistent_workers,
+        pin_memory=options.pin_memory,
+        prefetch_factor=options.prefetch_factor,
+        timeout=options.timeout_s,
+        worker_init_fn=OwnProcessGroup(),
+        multiprocessing_context=options.start_method,
+        generator=seeds,
+    )
+
+
+# A function, since a lambda cannot travel to processes that are spawned.
+def _as_it_is(item: Any) -> Any:  # noqa: ANN401
+    return item
+
+
+def loader_failure(where: str, waited_for: str, error: RuntimeError) -> RuntimeError:
+    """Return what to raise instead of an error of PyTorch's loader itself.
+
+    Args:
+        where: Which step, lane or rank the loader works for.
+        waited_for: Names samples.
+        error: What the loader said.
+    """
+    return RuntimeError(
+        f"the data loader failed {where}, while it waited for {waited_for}, outside of dataset and collate function: a loader "
+        f"process died, such as for lack of memory, or took longer than its timeout. It says: {error}"
+    )

@@ -1,7 +1,6 @@
 """Packs from a map-style dataset that are the same for any number of ranks, and that can be resumed at any step."""
 
 import contextlib
-import dataclasses
 import hashlib
 import itertools
 from collections.abc import Iterable, Iterator
@@ -10,12 +9,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch.distributed.checkpoint.stateful import Stateful
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import Sampler
 
 from d9d.core.protocol import MicrobatchPackStream
 from d9d.core.types import CollateFn, MicrobatchPack
 from d9d.dataset.lanes.generators import KeptGenerators, may_seed_generators
-from d9d.dataset.lanes.loader_processes import OwnProcessGroup
+from d9d.dataset.lanes.loader_processes import LoaderOptions, build_loader, loader_failure
 from d9d.dataset.lanes.microbatch_loading import (
     AttachWeights,
     MicrobatchLoader,
@@ -29,56 +28,11 @@ from d9d.dataset.lanes.sample_loading import MapDataset, SampleError, SampleSeed
 from d9d.dataset.lanes.state import LaneState, check_resume
 from d9d.dataset.sharded import dataset_length, derive_seed
 
-__all__ = ["ElasticMapStream", "LoaderOptions"]
+__all__ = ["ElasticMapStream"]
 
 _DATASET_KEY = "dataset"
 _NUM_DIGEST_BYTES = 7
 _AS_THEY_ARE = contextlib.nullcontext()
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class LoaderOptions:
-    """Sets how PyTorch's loader runs. None of it changes which samples come, or in which order.
-
-    Raises:
-        ValueError: On creation; names all problems.
-
-    Attributes:
-        num_workers: Loader processes per rank; 0 loads where the stream is read.
-        persistent_workers: Keep loader processes when the stream starts anew.
-        pin_memory: Copy microbatches to page-locked memory, in a thread of the loader.
-        prefetch_factor: Microbatches that each loader process loads ahead; None for PyTorch's default.
-        timeout_s: Seconds to wait for a microbatch of a loader process; 0 for ever.
-        start_method: How loader processes start, "fork", "spawn" or "forkserver"; None for Python's default.
-    """
-
-    num_workers: int = 0
-    persistent_workers: bool = False
-    pin_memory: bool = False
-    prefetch_factor: int | None = None
-    timeout_s: float = 0.0
-    start_method: str | None = None
-
-    def __post_init__(self) -> None:
-        problems = [
-            f"{name} ({value}) must not be negative."
-            for name, value in (("num_workers", self.num_workers), ("timeout_s", self.timeout_s))
-            if value < 0
-        ]
-        if self.prefetch_factor is not None and self.prefetch_factor < 1:
-            problems.append(f"prefetch_factor ({self.prefetch_factor}) must be at least 1.")
-        if self.num_workers == 0:
-            for_workers: tuple[tuple[str, object, bool], ...] = (
-                ("persistent_workers", self.persistent_workers, self.persistent_workers),
-                ("prefetch_factor", self.prefetch_factor, self.prefetch_factor is not None),
-                ("timeout_s", self.timeout_s, self.timeout_s > 0),
-                ("start_method", self.start_method, self.start_method is not None),
-            )
-            problems.extend(
-                f"{name} ({value}) needs num_workers >= 1." for name, value, is_set in for_workers if is_set
-            )
-        if problems:
-            raise ValueError(" ".join(problems))
 
 
 class ElasticMapStream(MicrobatchPackStream):
@@ -214,11 +168,8 @@ class ElasticMapStream(MicrobatchPackStream):
             raise
         except RuntimeError as error:
             missing = next(itertools.islice(self._place.requests([step]), len(pack), None))
-            raise RuntimeError(
-                f"the data loader failed in step {step + 1} of data-parallel rank {self._place.dp_rank}, while it waited "
-                f"for {describe_request(missing)}, outside of dataset and collate function: a loader process died, such as "
-                f"for lack of memory, or took longer than its timeout. It says: {error}"
-            ) from error
+            where = f"in step {step + 1} of data-parallel rank {self._place.dp_rank}"
+            raise loader_failure(where, describe_request(missing), error) from error
         return tuple(pack)
 
     def state_dict(self) -> dict[str, Any]:
@@ -268,25 +219,7 @@ def _build_loader(
 ) -> Iterable[Any]:
     if options.num_workers == 0 and not options.pin_memory:
         return _DirectLoader(microbatches, place)
-    return DataLoader(
-        microbatches,
-        sampler=place,
-        batch_size=None,  # an item is a whole microbatch already
-        collate_fn=_as_it_is,
-        num_workers=options.num_workers,
-        persistent_workers=options.persistent_workers,
-        pin_memory=options.pin_memory,
-        prefetch_factor=options.prefetch_factor,
-        timeout=options.timeout_s,
-        worker_init_fn=OwnProcessGroup(),
-        multiprocessing_context=options.start_method,
-        generator=seeds,
-    )
-
-
-# `Any`: microbatches are of any type. A function, since a lambda cannot travel to processes that are spawned.
-def _as_it_is(microbatch: Any) -> Any:  # noqa: ANN401
-    return microbatch
+    return build_loader(microbatches, place, options, seeds)
 
 
 class _DirectLoader:

@@ -234,7 +234,7 @@ def _size_problems(plan: DataPlan) -> list[str]:
             )
         elif lanes and size // micro % lanes:
             problems.append(
-                f"num_lanes ({lanes}) does not divide the {size // micro} microbatches per step{where} "
+                f"lanes ({lanes}) does not divide the {size // micro} microbatches per step{where} "
                 f"(global_batch_size {size} / microbatch_size {micro}). Use {listed(divisors(size // micro))}."
             )
     return problems

@@ -16,6 +16,9 @@ _KEYS_OF_ALL_VERSIONS = {"version", "order"}
 
 _Value = int | str | bool
 
+_SETTINGS = {"num_lanes": "lanes", "num_chunks": "shard_indexing_mode", "recipe": "mixture and packing"}
+"""What users set, for values of a state that go by another name."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class LaneState:
@@ -153,7 +156,11 @@ def check_resume(saved: LaneState, own: LaneState, *, lanes_hold_state: bool = F
         names.append("fingerprint")
     if lanes_hold_state:
         names.append("num_lanes")
-    changes = [f"{name} (checkpoint: {before[name]}, now: {now[name]})" for name in names if before[name] != now[name]]
+    changes = [
+        f"{_SETTINGS.get(name, name)} (checkpoint: {_told(name, before[name])}, now: {_told(name, now[name])})"
+        for name in names
+        if before[name] != now[name]
+    ]
     problems: list[str] = []
     if changes:
         problems.append(
@@ -170,6 +177,17 @@ def check_resume(saved: LaneState, own: LaneState, *, lanes_hold_state: bool = F
         )
     if problems:
         raise ValueError(" ".join(problems))
+
+
+def _told(name: str, value: _Value) -> str:
+    """Return a value in the words of the settings that it comes from."""
+    match name:
+        case "num_chunks":
+            return f"chunked over {value} lanes" if value else "sequential"
+        case "recipe":
+            return str(value) or "none"
+        case _:
+            return str(value)
 
 
 def _parse(values: dict[str, Any]) -> LaneState:

@@ -2,16 +2,25 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import torch
 
-__all__ = ["BestFitPacker", "Documents", "PackedSequence", "WrapPacker"]
+__all__ = ["BestFitPacker", "Documents", "ExpectedDocuments", "PackedSequence", "WrapPacker"]
 
 Documents: TypeAlias = Callable[[int], torch.Tensor]
 """Loads the tokens, of shape (T_i,), of a document of the lane by its number, such as `LaneRecords`. There is no end."""
 
 _MAX_EMPTY = 10_000
+
+
+@runtime_checkable
+class ExpectedDocuments(Protocol):
+    """Describes documents that are read ahead, and so want to know where a packer goes on, such as `LaneRecords`."""
+
+    def expect(self, first: Sequence[int], then: int) -> None:
+        """Tell which documents come next: those of `first`, in about this order, and all from `then` on."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,6 +82,9 @@ class WrapPacker:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue at a saved position; loads nothing yet."""
         self._number, self._offset = state_dict["number"], state_dict["offset"]
+        self._loaded = None
+        if isinstance(self._documents, ExpectedDocuments):
+            self._documents.expect([], self._number)
 
 
 class _Piece(NamedTuple):
@@ -155,6 +167,11 @@ class BestFitPacker:
         self._next_number = state_dict["next_number"]
         self._pieces = [_Piece(*piece) for piece in state_dict["pieces"]]
         self._loaded = {}
+        if isinstance(self._documents, ExpectedDocuments):
+            # The buffer is filled up first, by a piece or more for each document.
+            then = self._next_number + max(0, self._buffer_size - len(self._pieces))
+            kept = sorted({piece.number for piece in self._pieces})
+            self._documents.expect([*range(self._next_number, then), *kept], then)
 
 
 def _longest_that_fits(pieces: Sequence[_Piece], room: int) -> int | None:

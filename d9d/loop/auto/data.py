@@ -21,6 +21,7 @@ from d9d.dataset.lanes import (
     LoaderOptions,
     MixtureDataset,
     RampPoint,
+    RecordLoader,
     SeededDataset,
     StepRange,
     Tail,
@@ -136,7 +137,7 @@ class AutoDataConfig(BaseModel):
         default=None,
         description=(
             "Make sequences out of documents, 1-d tensors of tokens: the collate function gets PackedSequence, and batch sizes "
-            "count sequences. Needs num_epochs null, tail 'wrap', num_workers 0. Default: samples are taken as they are."
+            "count sequences. Needs num_epochs null, tail 'wrap'. Default: samples are taken as they are."
         ),
     )
     fingerprint: bool = Field(
@@ -151,7 +152,7 @@ class AutoDataConfig(BaseModel):
         description=(
             "Seed the global generators of PyTorch, NumPy and Python for each microbatch, so that random numbers do not "
             "depend on ranks and workers. Default: unless the dataset takes seeds itself (SeededDataset). With num_workers "
-            "0 it keeps loading on the main thread, without data_prefetch: set false if loading draws no random numbers."
+            "0 or packing it keeps reading on the main thread, without data_prefetch: set false if nothing draws random numbers."
         ),
     )
     num_workers: int = Field(ge=0, description="Loader processes per rank; 0 loads in the process that trains.")
@@ -160,7 +161,11 @@ class AutoDataConfig(BaseModel):
     )
     persistent_workers: bool = Field(default=False, description="Keep loader processes when the stream starts anew.")
     prefetch_factor: int | None = Field(
-        default=None, ge=1, description="Microbatches that each loader process loads ahead. Default: PyTorch's."
+        default=None,
+        ge=1,
+        description=(
+            "Microbatches, or with packing the documents of as many, that each loader process loads ahead. Default: PyTorch's."
+        ),
     )
     timeout: float = Field(
         default=0.0, ge=0, description="Seconds to wait for a microbatch of a loader process. Default 0: for ever."
@@ -211,12 +216,6 @@ def _source_problems(config: AutoDataConfig) -> list[str]:
             is_mixed and config.num_samples is not None,
             "of several datasets: leave it out",
         ),
-        (
-            "num_workers",
-            config.num_workers,
-            is_packed and config.num_workers > 0,
-            "whose documents are loaded where the stream is read: set 0",
-        ),
     ]
     problems = [
         f"{name} ({value}) does not go with {what}, {why}" for name, value, is_unfit, why in settings if is_unfit
@@ -264,6 +263,15 @@ def rank_problems(config: AutoDataConfig, dp_size: int) -> list[str]:
         for problem in global_batch_problems(dp_size, size, config.microbatch_size)
     ]
     return problems or build_data_plan(config, ANY_NUM_SAMPLES).dp_problems(dp_size)
+
+
+def _loader_options(config: AutoDataConfig) -> LoaderOptions:
+    return LoaderOptions(
+        num_workers=config.num_workers,
+        persistent_workers=config.persistent_workers,
+        prefetch_factor=config.prefetch_factor,
+        timeout_s=config.timeout,
+    )
 
 
 class _StreamOptions(TypedDict):
@@ -356,12 +364,7 @@ class AutoDataProvider(DataProvider):
             dataset,
             self._collator,
             plan,
-            loader=LoaderOptions(
-                num_workers=config.num_workers,
-                persistent_workers=config.persistent_workers,
-                prefetch_factor=config.prefetch_factor,
-                timeout_s=config.timeout,
-            ),
+            loader=_loader_options(config),
             attach_weights=self._attach_weights,
             **common,
         )
@@ -374,10 +377,14 @@ class AutoDataProvider(DataProvider):
                 "attach_weights has nothing to say about packed sequences, all of which count: leave it out."
             )
         weights, seeds_generators = self._config.mixture, common["seeds_generators"]
+        loader = RecordLoader(_loader_options(self._config))
         return ElasticLaneStream(
-            lambda lane: build_lane(sources, weights, packing, plan, lane, seeds_generators=seeds_generators),
+            lambda lane: build_lane(
+                sources, weights, packing, plan, lane, loader=loader, seeds_generators=seeds_generators
+            ),
             self._collator,
             plan,
+            loader=loader,
             **common,
         )
 

@@ -15,6 +15,7 @@ from d9d.dataset.lanes import (
     MapDataset,
     MixtureSchedule,
     PackedSequence,
+    RecordLoader,
     WrapPacker,
     dataset_fingerprint,
 )
@@ -134,6 +135,7 @@ def build_lane(
     plan: DataPlan,
     lane: int,
     *,
+    loader: RecordLoader,
     seeds_generators: bool,
 ) -> LaneStream[PackedSequence]:
     """Build the packed sequences of a lane, of all sources in the proportions of their weights.
@@ -146,12 +148,14 @@ def build_lane(
         packing: How documents become sequences.
         plan: Seed, order and lanes of the run.
         lane: Index of the lane.
+        loader: Shared by the lanes of the rank.
         seeds_generators: As for `LaneRecords`.
     """
-    streams = [
-        _packer(packing, LaneRecords(source, _plan_of(plan, source, number), lane, seeds_generators=seeds_generators))
+    records = (
+        LaneRecords(source, _plan_of(plan, source, number), lane, loader=loader, seeds_generators=seeds_generators)
         for number, source in enumerate(sources.values())
-    ]
+    )
+    streams = [_packer(packing, each) for each in records]
     if not weights:
         return streams[0]
     return LaneMixture(streams, [weights[name] for name in sources], lane, plan.num_lanes)

@@ -173,7 +173,7 @@ def test_an_iterator_that_was_overtaken_is_stale():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"num_lanes": 2}, r"num_lanes \(checkpoint: 4, now: 2\)"),
+        ({"num_lanes": 2}, r"Changed: lanes \(checkpoint: 4, now: 2\)"),
         ({"seed": 1}, r"seed \(checkpoint: 0, now: 1\)"),
     ],
 )

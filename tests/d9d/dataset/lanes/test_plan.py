@@ -220,7 +220,7 @@ def test_the_past_of_a_resumed_run_need_not_fit():
         ({"seed": 2**63}, "seed"),
         ({"micro": 3}, r"global_batch_size \(8\) is not a multiple of microbatch_size \(3\)\. Use 6 or 9"),
         ({"micro": 9}, r"microbatch_size \(9\)\. Use 9\."),
-        ({"num_lanes": 3}, r"num_lanes \(3\) does not divide the 4 microbatches per step.*Use one of 1, 2, 4"),
+        ({"num_lanes": 3}, r"lanes \(3\) does not divide the 4 microbatches per step.*Use one of 1, 2, 4"),
         (
             {"micro": 1, "num_lanes": 8, "schedule": BatchSchedule(ramp=(RampPoint(0, 8), RampPoint(7, 12)))},
             r"12 microbatches per step from step 8",

@@ -134,7 +134,9 @@ def test_other_chunks_are_refused():
     chunked = {"tail": Tail.short, "schedule": schedule, "is_chunked": True}
     saved = state(num_lanes=2, **chunked)
     check_resume(saved, state(0, num_lanes=2, **chunked, microbatch_size=1))
-    with pytest.raises(ValueError, match=r"num_chunks \(checkpoint: 2, now: 4\)"):
+    with pytest.raises(
+        ValueError, match=r"shard_indexing_mode \(checkpoint: chunked over 2 lanes, now: chunked over 4 lanes\)"
+    ):
         check_resume(saved, state(0, num_lanes=4, **chunked))
 
 
@@ -145,6 +147,6 @@ def test_another_order_is_refused():
 
 
 def test_lanes_with_a_state_keep_their_number():
-    with pytest.raises(ValueError, match=r"num_lanes \(checkpoint: 2, now: 1\)"):
+    with pytest.raises(ValueError, match=r"Changed: lanes \(checkpoint: 2, now: 1\)"):
         check_resume(state(), state(0, num_lanes=1), lanes_hold_state=True)
     check_resume(state(), state(0), lanes_hold_state=True)

@@ -280,7 +280,7 @@ def test_a_mesh_is_checked_without_data(changes, dp_size, message):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"lanes": 3}, r"num_lanes \(3\) does not divide the 4 microbatches per step.*Use one of 1, 2, 4"),
+        ({"lanes": 3}, r"lanes \(3\) does not divide the 4 microbatches per step.*Use one of 1, 2, 4"),
         ({"global_batch_ramp": {3: 16}}, "a ramp of the global batch size needs tail 'wrap', not 'drop'"),
         ({"tail": "wrap", "global_batch_ramp": {0: 16}}, "the ramp .* must start at step 1"),
         (

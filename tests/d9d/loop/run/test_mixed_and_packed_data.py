@@ -108,6 +108,16 @@ def test_packed_documents_go_through_meshes(tmp_path):
     assert steps == packed_by_hand()
 
 
+@pytest.mark.world_size(4)
+def test_packed_documents_go_through_meshes_with_loader_processes(tmp_path):
+    steps, done = [], 0
+    for workers, (until, mesh) in zip([1, 0, 2], {2: TENSOR, 4: SHARD_4, NUM_STEPS: ONE_STREAM}.items(), strict=True):
+        data = provider(packing={"kind": "wrap", "num_tokens": NUM_FEATURES}, num_workers=workers)
+        steps += through_meshes(tmp_path, data, {until: mesh}, done)
+        done = until
+    assert steps == packed_by_hand()
+
+
 def test_packed_documents_train_as_plain_pytorch_does(tmp_path):
     data = provider(packing={"kind": "wrap", "num_tokens": NUM_FEATURES})
     job = build_job(DeviceMeshParameters(), tmp_path, total_steps=NUM_STEPS, data_provider=data)
@@ -168,14 +178,22 @@ def test_samples_of_a_mixture_come_in_the_order_of_their_datasets(tmp_path):
 @pytest.mark.parametrize(
     ("before", "now", "message"),
     [
-        ({}, {"packing": {**BEST_FIT, "num_tokens": 5}}, r"recipe \(checkpoint: , now: kind=best_fit num_tokens=5"),
+        (
+            {},
+            {"packing": {**BEST_FIT, "num_tokens": 5}},
+            r"mixture and packing \(checkpoint: none, now: kind=best_fit num_tokens=5",
+        ),
         (
             {"packing": BEST_FIT},
             {"packing": {**BEST_FIT, "buffer_size": 4}},
-            "recipe .*buffer_size=5, now: .*buffer_size=4",
+            "mixture and packing .*buffer_size=5, now: .*buffer_size=4",
         ),
-        ({"mixture": MIXTURE}, {"mixture": {**MIXTURE, "web": 4}}, r"recipe .*3 of web \(23\).*now: .*4 of web"),
-        ({"packing": BEST_FIT}, {"packing": BEST_FIT, "lanes": 2}, "num_lanes"),
+        (
+            {"mixture": MIXTURE},
+            {"mixture": {**MIXTURE, "web": 4}},
+            r"mixture and packing .*3 of web \(23\).*now: .*4 of web",
+        ),
+        ({"packing": BEST_FIT}, {"packing": BEST_FIT, "lanes": 2}, r"Changed: lanes \(checkpoint: 4, now: 2\)"),
     ],
 )
 def test_other_mixtures_and_packing_are_refused(tmp_path, before, now, message):
@@ -190,7 +208,6 @@ def test_other_mixtures_and_packing_are_refused(tmp_path, before, now, message):
     [
         ({"mixture": MIXTURE, "num_epochs": 1}, r"num_epochs \(1\) does not go with mixture, which has no end"),
         ({"packing": BEST_FIT, "tail": None}, r"tail \(None\) does not go with packing.*set 'wrap'"),
-        ({"packing": BEST_FIT, "num_workers": 2}, r"num_workers \(2\) does not go with packing.*set 0"),
         ({"mixture": {"web": 0}}, r"the weight of 'web' \(0\) must be at least 1"),
         ({"mixture": MIXTURE, "num_samples": 5}, r"num_samples \(5\) .*several datasets"),
         ({"packing": {"kind": "first_fit", "num_tokens": 4}}, "does not match any of the expected tags"),
