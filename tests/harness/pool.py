@@ -209,9 +209,10 @@ def _read(path: Path) -> str:
     return path.read_text(errors="replace") if path.exists() else ""
 
 
-def preload_modules(context: ForkServerContext) -> None:
+def preload_modules(context: ForkServerContext, further: Sequence[str] = ()) -> None:
     """Tell the fork server what to import, unless it runs already."""
-    context.set_forkserver_preload([*PRELOADED, *(name for name in PRELOADED_IF_USED if name in sys.modules)])
+    used = [name for name in PRELOADED_IF_USED if name in sys.modules]
+    context.set_forkserver_preload([*PRELOADED, *used, *further])
 
 
 @contextmanager
