@@ -3,7 +3,8 @@
 [Note: one log call per step]
 Lightning expects one call of ``self.log`` per key and step: of several, the step shows the last, and what they are
 weighed by over the epoch is the size of the loader's batch. While the user's step runs for a microbatch its calls are
-therefore recorded; after the pack each key has one value over all samples, which goes through the real ``self.log``.
+therefore recorded; after the pack each key has one value over all samples, which goes through the real ``self.log``. So
+do metrics, see [Note: states of a pack].
 With pipelines the step runs on the last stage, and `LogExchange` takes what was recorded there to the other ranks.
 """
 # Lightning keeps the rules of self.log to itself
@@ -24,6 +25,7 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from d9d_lightning.logs.merge import KeyMerge, SampleCount, Scalar
+from d9d_lightning.metrics.pack_values import PackValues
 
 _FUNCTIONS: tuple[tuple[object, str], ...] = (
     (torch.mean, "mean"),
@@ -119,6 +121,7 @@ class LogRecorder:
         self._checked: dict[Hashable, _Key] = {}
         self._merges: dict[Hashable, tuple[_Key, KeyMerge]] = {}
         self._metric_paths: dict[int, tuple[Metric, str]] = {}
+        self._pack_values = PackValues()
 
     def recording(self, batch: object) -> AbstractContextManager[None]:
         """Record the log calls of the block, which is one run of the user's step.
@@ -139,7 +142,13 @@ class LogRecorder:
 
         A key that only some of the runs have logged is merged over those; further calls of one run are further
         samples. Calls of one key with different arguments stay apart, which Lightning refuses in the replay.
+
+        Metrics get their value of the pack here. With ``dist_sync_on_step`` the ranks that have recorded it must all call.
         """
+        for key, merge in self._merges.values():
+            value = merge.value()
+            if key.shows_step and isinstance(value, Metric):
+                self._pack_values.show(value)
         entries = [
             LogEntry(
                 name=key.name,
@@ -150,8 +159,12 @@ class LogRecorder:
             )
             for key, merge in self._merges.values()
         ]
-        self._merges.clear()
+        self._forget()
         return entries
+
+    def _forget(self) -> None:
+        self._merges.clear()
+        self._pack_values.clear()
 
     def _log(
         self,
@@ -231,6 +244,7 @@ class LogRecorder:
 
     def _locate_metric(self, name: str, metric: Metric, options: LogOptions) -> LogOptions:
         if id(metric) not in self._metric_paths:
+            self._pack_values.follow(self._module)
             # The metric is kept as well, so that no later object comes by its id.
             self._metric_paths = {
                 id(child): (child, path) for path, child in self._module.named_modules() if isinstance(child, Metric)
@@ -272,10 +286,14 @@ class _Interception(AbstractContextManager[None]):
         self._outer = recorder._samples, recorder._lightning_log, attributes.get("log")
         recorder._samples, recorder._lightning_log = self._samples, recorder._module.log
         attributes["log"] = recorder._log
+        if self._samples is not None:
+            recorder._pack_values.begin_microbatch()
 
     @override
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         recorder = self._recorder
+        if self._samples is not None:
+            recorder._pack_values.end_microbatch()
         recorder._samples, recorder._lightning_log, log = self._outer
         attributes = vars(recorder._module)
         if log is None:
@@ -283,7 +301,7 @@ class _Interception(AbstractContextManager[None]):
         else:
             attributes["log"] = log
         if kind is not None and self._samples is not None:
-            recorder._merges.clear()
+            recorder._forget()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

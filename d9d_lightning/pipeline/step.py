@@ -29,6 +29,7 @@ from d9d_lightning.collectives import decide_together
 from d9d_lightning.gradients.loss_weights import LossWeights, merge_training_outputs
 from d9d_lightning.logs.exchange import LogExchange
 from d9d_lightning.logs.replay import LogRecorder, replay
+from d9d_lightning.metrics.step_calls import KeptStates
 from d9d_lightning.pipeline.call import CapturedCall, own_containers, unchanged_batch
 from d9d_lightning.pipeline.cut import Pipeline
 from d9d_lightning.pipeline.gradients import PipelineGradients
@@ -221,7 +222,11 @@ class PipelineSteps:
 
     def _replay(self, values: Sequence[torch.Tensor] | None) -> list[torch.Tensor]:
         """Log on all ranks what the last stage has logged, and return its values."""
-        entries, values = self._logs.share(self._recorder.take() if self._pipeline.has_last_stage else None, values)
+        own = None
+        if self._pipeline.has_last_stage:
+            with self._pipeline.domains.inside_step():
+                own = self._recorder.take()
+        entries, values = self._logs.share(own, values)
         replay(self._module, entries)
         return values
 
@@ -273,6 +278,7 @@ class PipelineSteps:
             unchanged_batch(name, run.batch) as batch,
             self._recorder.dropping(),
             self._outside_buffers.kept(),
+            KeptStates(),
             self._around_step(run),
         ):
             call = pipeline.call.capture(name, run.step(self._method(name), batch), needs_grad=is_training)

@@ -28,6 +28,7 @@ from d9d_lightning.jobs.batch_agreement import BatchAgreement
 from d9d_lightning.jobs.signals import AgreedSignals
 from d9d_lightning.logs.advice import silence_sync_advice
 from d9d_lightning.metrics.install import install_metric_sync
+from d9d_lightning.metrics.step_calls import follow_metrics, release_metrics
 from d9d_lightning.options.strategy_options import StrategyOptions
 from d9d_lightning.pipeline.cut import pipeline_of
 from d9d_lightning.pipeline.gradients import PipelineGradients
@@ -217,6 +218,7 @@ class TrainerRun:
         self._trainer.fit_loop.epoch_loop.automatic_optimization = self._lightning_optimization
         if self._context is not None:
             release_summaries(self._trainer)
+        release_metrics(self._module)
         if self._restore_advice is not None:
             self._restore_advice()
         self._signals.release()
@@ -310,9 +312,11 @@ class TrainerRun:
         return self._pipeline_steps.evaluate(name, StepArguments(args[0], args[1:]))
 
     def sync_new_metrics(self) -> None:
-        """Let metrics that were made since gather over the mesh. No communication."""
+        """Let metrics that were made since gather over the mesh, and microbatches. No communication."""
         if self._context is not None:
             install_metric_sync(self._module)
+        if self._num_microbatches > 1 or self._pipeline_steps is not None:
+            follow_metrics(self._module)
 
     def start_evaluation(self) -> None:
         """Use the buffers of the first replica everywhere, as DDP does. All ranks must call it."""
