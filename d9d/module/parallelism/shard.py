@@ -66,8 +66,8 @@ def parallelize_hsdp(
     Parameters become DTensors over the whole mesh, ``Shard`` along `shard_dim` and ``Replicate`` elsewhere, but for
     the dimensions along which they are split already. FSDP works along `shard_dim` alone; the gradient manager sums
     over the other data dimensions, in buckets and overlapped with the backward pass. Where `shard_dim` has size 1, the
-    module is replicated and FSDP stays out of the way, unless layers of it are split: to compute with a part of a parameter
-    that records all of its layout is what FSDP does, with one rank too.
+    module is replicated and FSDP stays out of the way, with all of its options, unless layers of it are split: to compute
+    with a part of a parameter that records all of its layout is what FSDP does, with one rank too.
 
     Args:
         module: Module to change; see `parallelize_fsdp`.

@@ -50,14 +50,13 @@ class GroupedLinear(nn.Module, ModuleLateInit):
         )
 
     def forward(self, x: torch.Tensor, x_groups: ExpertTokenGroups) -> torch.Tensor:
-        """Multiply the rows of each group with its weight: ``(S, I)`` to ``(S, O)``."""
+        """Multiply the rows of each group with its weight: ``(S, I)`` to ``(S, O)``, in the dtype of the rows."""
         device_type = x.device.type
-        weight = self.weight
         if torch.is_autocast_enabled(device_type):
             # Autocast knows linear layers and plain products, but not grouped ones.
-            dtype = torch.get_autocast_dtype(device_type)
-            x, weight = x.to(dtype), weight.to(dtype)
-        return self._grouped_mm(x, weight, x_groups)
+            x = x.to(torch.get_autocast_dtype(device_type))
+        # Experts that ranks share stay out of FSDP, and of its mixed precision, which comes by the tokens alone.
+        return self._grouped_mm(x, self.weight.to(x.dtype), x_groups)
 
     def reset_parameters(self) -> None:
         """Initialise each group as `nn.Linear` does: uniformly up to ``in_features ** -0.5``."""

@@ -102,7 +102,8 @@ class TopKRouter(nn.Module, ModuleLateInit):
 
     def _logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         if not self._routing.has_wide_logits:
-            return self.gate(hidden_states)
+            # Beside experts that ranks share, the router stays out of FSDP and of its mixed precision.
+            return self.gate(hidden_states.to(torch.promote_types(hidden_states.dtype, self.gate.weight.dtype)))
         device_type = hidden_states.device.type
         is_autocast = torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
         with torch.autocast(device_type, enabled=False) if is_autocast else nullcontext():

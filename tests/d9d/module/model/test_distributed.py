@@ -150,6 +150,27 @@ def test_tensor_parallel_shards(name: str, tied: bool, sequence_parallel: bool):
 
 @pytest.mark.world_size(4, timeout_s=LIMIT_S)
 @pytest.mark.parametrize(
+    ("name", "tied", "sequence_parallel"),
+    sample(
+        [case for case in WITH_TIES_AND_PARTS if case[0] != "deepseek v3"], default=(True, True), names=["qwen3 dense"]
+    ),
+)
+def test_more_ranks_than_key_and_value_heads(name: str, tied: bool, sequence_parallel: bool):
+    """Two of them on four ranks, if asked."""
+    split = assert_mesh_equals_one_process(
+        name,
+        tied,
+        DeviceMeshParameters(tensor_parallel=4),
+        sequence_parallel=sequence_parallel,
+        replicate_kv_heads=True,
+    )
+    attention = split.backbone.layers["0"].self_attn
+    assert len(local_tensor(attention.k_proj.weight)) == len(attention.k_proj.weight)
+    assert 4 * len(local_tensor(attention.q_proj.weight)) == len(attention.q_proj.weight)
+
+
+@pytest.mark.world_size(4, timeout_s=LIMIT_S)
+@pytest.mark.parametrize(
     "degrees",
     [
         {"data_parallel_replicate": 2, "tensor_parallel": 2},
@@ -416,3 +437,23 @@ def test_stages_hand_on_what_they_say_in_mixed_precision():
     spec = model.stage_transfer_spec(SequenceInput(input_ids=ids), StageBoundary.outgoing)
     assert transfer.hidden_states.dtype == spec.hidden_states.dtype == torch.float32
     assert dtypes == [torch.bfloat16]
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("name", MOE)
+def test_experts_that_ranks_share_in_mixed_precision(name: str):
+    """FSDP knows nothing of them: they keep 32 bits, and compute in the 16 of their tokens."""
+    context = DeviceMeshParameters(data_parallel_shard=2, expert_parallel=2).build()
+    split, single = causal_lm(name, False).float(), causal_lm(name, False)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
+    parallelize_decoder(context, split, WHOLE, mp_policy=policy)
+    dtypes: list[torch.dtype] = []
+    experts = split.backbone.decoder_layers[1].mlp.grouped_experts
+    experts.register_forward_hook(lambda _, args, output: dtypes.append(output.dtype))
+    ids = tokens(seed=context.dp_rank)
+    losses = losses_of(split, ids)
+    losses.sum().backward()
+    assert dtypes == [torch.bfloat16]
+    # Weights of 8 bits; some tokens choose other experts.
+    assert losses.mean().item() == pytest.approx(losses_of(single, ids).mean().item(), rel=0.02)
+    assert experts.up_proj.weight.dtype == experts.up_proj.weight.grad.dtype == torch.float32
