@@ -4,8 +4,8 @@
 A rank needs its part of each group, which are rows of one weight that do not follow each other. No placement of a DTensor says
 so in a way that FSDP and checkpoints understand. So the layer is taken apart: each group becomes a layer of its own,
 ``parts.0`` and so on, split like any other, and the fused one joins what they give. The names of its parameters change with
-it: a checkpoint of a mesh with tensor parallelism is not read without, and says which names are missing. Values that are
-drawn by name would be others too, so the layer must have its values.
+it: a checkpoint of a mesh with tensor parallelism is not read without, and says which names are missing. First values do not
+change: they are drawn for the whole layer, by its name and its own method, and each part takes its rows.
 """
 
 import re
@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle
 
+from d9d.core.placement import local_tensor, shard_of
 from d9d.module.parallelism.tensor import SplitsItself, parallelize_tensor
 
 __all__ = ["FusedColwiseParallel"]
@@ -51,7 +52,7 @@ class FusedColwiseParallel(ParallelStyle):
         """Refuse a layer, or a number of ranks, that does not fit.
 
         Raises:
-            NotImplementedError: If it is no linear layer.
+            NotImplementedError: If it is no linear layer, or one that computes something else.
             ValueError: If groups are no whole features, or are not shared evenly by the ranks, with the degrees that can.
         """
         if isinstance(module, SplitsItself):
@@ -61,6 +62,11 @@ class FusedColwiseParallel(ParallelStyle):
             )
         if not isinstance(module, nn.Linear):
             raise NotImplementedError(f"{type(self).__name__} is for nn.Linear, not for a {type(module).__name__}.")
+        if type(module).forward is not nn.Linear.forward:
+            raise NotImplementedError(
+                f"a {type(module).__name__} has a forward method of its own, which its parts would not call. Use nn.Linear, or "
+                f"a layer for each thing that is computed."
+            )
         if not all(self._counts) or module.out_features % sum(self._counts):
             raise ValueError(
                 f"{module.out_features} features can not be {sum(self._counts)} = {' + '.join(map(str, self._counts))} heads "
@@ -79,15 +85,10 @@ class FusedColwiseParallel(ParallelStyle):
         # What torch's `parallelize_module` calls.
         self.check(module, device_mesh.size())
         assert isinstance(module, nn.Linear)  # checked above
-        if module.weight.is_meta:
-            raise NotImplementedError(
-                "a fused layer that tensor parallelism takes apart must have its values: build it on a device instead of "
-                "torch.device('meta'), or use a layer for each group."
-            )
         parts = _parts_of(module, [count * module.out_features // sum(self._counts) for count in self._counts])
         del module.weight, module.bias
         # The module itself, since nobody knows where else it is held.
-        module.__class__ = _FusedLinear
+        module.__class__ = type(f"Fused{type(module).__name__}", (_FusedLinear, type(module)), {})
         module.add_module("parts", parts)
         for part in parts:
             parallelize_tensor(part, ColwiseParallel(), device_mesh)
@@ -108,10 +109,30 @@ class _FusedLinear(nn.Linear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002  # the name of nn.Linear
         return torch.cat([part(input) for part in self.parts], dim=-1)
 
+    @torch.no_grad()
     def reset_parameters(self) -> None:
-        for part in self.parts:
-            assert isinstance(part, nn.Linear)  # see FusedColwiseParallel
-            part.reset_parameters()
+        """Draw the values of the whole layer, as its class does, and leave each part its rows of them."""
+        parts = [part for part in self.parts if isinstance(part, _Part)]
+        some = local_tensor(parts[0].weight)
+        has_bias = "bias" in parts[0].state_dict()
+        self.weight = nn.Parameter(some.new_empty(self.out_features, self.in_features))
+        self.bias = nn.Parameter(some.new_empty(self.out_features)) if has_bias else None
+        try:
+            super().reset_parameters()
+            whole = [self.weight, *([] if self.bias is None else [self.bias])]
+            sizes = [part.out_features for part in parts]
+            for part, *values in zip(parts, *(tensor.split(sizes) for tensor in whole), strict=True):
+                for parameter, value in zip(part.parameters(), values, strict=True):
+                    local_tensor(parameter).copy_(shard_of(value, parameter))
+        finally:
+            del self.weight, self.bias
+
+
+class _Part(nn.Linear):
+    """See [Note: parts of fused layers]."""
+
+    def reset_parameters(self) -> None:
+        """Keep what the fused layer has drawn for it, also where each module is initialised by itself."""
 
 
 @torch.no_grad()
@@ -121,7 +142,7 @@ def _parts_of(module: nn.Linear, sizes: Sequence[int]) -> nn.ModuleList:
     own_bias = dict(module.named_parameters(recurse=False)).get("bias")  # if it has one
     biases = [None] * len(sizes) if own_bias is None else own_bias.split(list(sizes))
     for weight, bias in zip(weights, biases, strict=True):
-        part = nn.Linear(module.in_features, len(weight), bias is not None, device="meta")
+        part = _Part(module.in_features, len(weight), bias is not None, device="meta")
         part.weight = nn.Parameter(weight.clone(), requires_grad=module.weight.requires_grad)
         if bias is not None:
             part.bias = nn.Parameter(bias.clone(), requires_grad=module.bias.requires_grad)

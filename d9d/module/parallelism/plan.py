@@ -246,8 +246,9 @@ def _split_problems(splits: Mapping[str, Choice], modules: _Modules, params: Dev
     for name, choice in splits.items():
         if choice.value not in WORDS and not isinstance(choice.value, FusedColwiseParallel):
             continue
+        has_any_size = _takes_dtensor(name, splits, modules)
         found = list(layer_problems(choice)) or [
-            *size_problems(choice, params.tensor_parallel, params.expert_parallel),
+            *(() if has_any_size else size_problems(choice, params.tensor_parallel, params.expert_parallel)),
             *_unpaired(name, splits, modules),
             *_nested(name, splits),
         ]
@@ -355,6 +356,13 @@ def _unpaired(name: str, splits: Mapping[str, Choice], modules: _Modules) -> Ite
         yield "leaves a part of its output on each rank, but no layer beside it is 'rowwise': use 'colwise_gather'"
     else:
         yield "takes a part of its input on each rank, but no layer beside it is 'colwise': use 'rowwise_split'"
+
+
+def _takes_dtensor(name: str, splits: Mapping[str, Choice], modules: _Modules) -> bool:
+    """Tell whether the features that a layer takes come in a DTensor, whose parts may be uneven. What fits not, torch refuses."""
+    return splits[name].value == CLOSING_WORD and any(
+        its.value == "colwise_dtensor" and _are_near(name, other, modules) for other, its in splits.items()
+    )
 
 
 def _are_near(name: str, other: str, modules: _Modules) -> bool:

@@ -288,7 +288,8 @@ def layer_problems(choice: Choice) -> Iterator[str]:
 def size_problems(choice: Choice, tensor_parallel: int, expert_parallel: int) -> Iterator[str]:
     """Say which sizes do not fit the degrees.
 
-    Between "colwise" and "rowwise" each rank has a plain tensor, and torch takes all of them to be of one size.
+    Between "colwise" and "rowwise" each rank has a plain tensor, and torch takes all of them to be of one size. A DTensor, as
+    "colwise_dtensor" leaves it, knows better.
     """
     try:
         match choice.value, choice.module:
@@ -302,7 +303,7 @@ def size_problems(choice: Choice, tensor_parallel: int, expert_parallel: int) ->
                 style.check(module, tensor_parallel)
             case "expert", MoELayer() as module:
                 check_expert_parallel(module.num_experts, expert_parallel)
-            case (("colwise" | "colwise_dtensor" | "rowwise"), module):
+            case (("colwise" | "rowwise"), module):
                 yield from _feature_problems(choice, module, tensor_parallel)
             case _:
                 pass
@@ -318,7 +319,7 @@ def _feature_problems(choice: Choice, module: nn.Module, degree: int) -> Iterato
         shown = ", ".join(valid[:8]) + (", ..." if len(valid) > 8 else "")
         yield (
             f"has {size} features to split, which tensor_parallel ({degree}) does not divide: valid degrees are {shown}, "
-            f"and 'colwise_gather' and 'rowwise_split' take any"
+            f"and 'colwise_gather', 'rowwise_split' and 'colwise_dtensor' in front of 'rowwise' take any"
         )
 
 

@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.tensor.debug import CommDebugMode
 
 from d9d.core.dist_context import DENSE_DOMAIN, DeviceMeshParameters
+from d9d.internals.materialize import materialize_module
 from d9d.module.parallelism.api import parallelize_tensor
 from d9d.module.parallelism.explain import predict_layouts
 from d9d.module.parallelism.fused import FusedColwiseParallel
@@ -123,11 +124,50 @@ def test_a_rank_has_its_heads_of_each_group():
     assert x.grad.item() == sum(rows)
 
 
+class Doubled(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(x)
+
+
+class Narrow(nn.Linear):
+    """Has other first values than torch's."""
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        with torch.no_grad():
+            self.weight.mul_(0.1)
+
+
+class BlockWithValues(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = Narrow(HIDDEN, sum(COUNTS) * HEAD_DIM)
+
+    def reset_parameters(self) -> None:
+        for module in self.modules():
+            if module is not self and hasattr(module, "reset_parameters"):
+                module.reset_parameters()
+
+
+@pytest.mark.world_size(4)
+@pytest.mark.parametrize("data", ["data_parallel_shard", "data_parallel_replicate"])
+def test_first_values_are_those_of_the_whole_layer(data: str):
+    context = DeviceMeshParameters(**{"tensor_parallel": 2, data: 2}).build()
+    with torch.device("meta"):
+        split, single = BlockWithValues(), BlockWithValues()
+    parallelize_by_plan(split, context, plan())
+    for model in (split, single):
+        materialize_module(model, torch.device("cpu"), 7)
+    assert_close_tree(fused(named_full_parameters(split)), named_full_parameters(single), rtol=0, atol=0)
+    assert 0 < single.qkv.weight.abs().max() < 0.1 < single.mlp.gate_up.weight.abs().max()
+    assert not any(name.endswith(("qkv.weight", "qkv.bias")) for name in split.state_dict())
+
+
 @pytest.mark.world_size(2)
 def test_what_can_not_be_taken_apart():
     mesh = DeviceMeshParameters(tensor_parallel=2).build().mesh_for(DENSE_DOMAIN)["tp"]
-    with pytest.raises(NotImplementedError, match="must have its values"):
-        parallelize_tensor(nn.Linear(2, 8, device="meta"), FusedColwiseParallel((2, 2)), mesh)
+    with pytest.raises(NotImplementedError, match=r"a Doubled has a forward method of its own"):
+        parallelize_tensor(Doubled(2, 8), FusedColwiseParallel((2, 2)), mesh)
     with pytest.raises(NotImplementedError, match=r"is for nn\.Linear, not for a Embedding"):
         parallelize_tensor(nn.Embedding(2, 8), FusedColwiseParallel((2, 2)), mesh)
     tied = Block()

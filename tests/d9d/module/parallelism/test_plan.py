@@ -207,6 +207,24 @@ class Parts(nn.Module):
 
 
 @pytest.mark.world_size(2)
+def test_widths_that_ranks_do_not_divide():
+    """A DTensor knows what its peers have."""
+    context = DeviceMeshParameters(tensor_parallel=2).build()
+    single = nn.Sequential(nn.Linear(4, 7), nn.GELU(), nn.Linear(7, 4)).double()
+    randomize(single)
+    split = copy.deepcopy(single)
+    with pytest.raises(ValueError, match=r"0, which has 7 features .*'colwise_dtensor' in front of 'rowwise' take any"):
+        resolve_plan(single, plan_of({"0": "colwise", "2": "rowwise"}), context.mesh_params)
+    parallelize_by_plan(split, context, plan_of({"0": "colwise_dtensor", "2": "rowwise"}))
+    x = torch.linspace(-1, 1, 12, dtype=torch.float64).view(3, 4)
+    outputs, expected = split(x), single(x)
+    torch.testing.assert_close(outputs, expected, **FP64)
+    for output in (outputs, expected):
+        output.sin().sum().backward()
+    assert_close_tree(named_full_gradients(split), named_full_gradients(single), **FP64)
+
+
+@pytest.mark.world_size(2)
 def test_stages_hand_on_parts_of_the_tokens():
     params = DeviceMeshParameters(tensor_parallel=2)
     context, plan = params.build(), plan_of({**BLOCKS, **FFN, **NORMS})
