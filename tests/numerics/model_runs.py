@@ -96,6 +96,13 @@ class Provider(ModelProvider[DecoderForCausalLM[Any]]):
         )
 
 
+class TiedProvider(Provider):
+    """Embeddings and head have the same weights."""
+
+    def __init__(self, name: str, dtype: torch.dtype, layout: Layout) -> None:
+        super().__init__(name, dtype, layout, tied=True)
+
+
 def build_stage(
     name: str, dtype: torch.dtype, stage: PipelineStageInfo, *, tied: bool = False
 ) -> DecoderForCausalLM[Any]:
@@ -113,10 +120,12 @@ def leave(model: nn.Module) -> None:
     """Change nothing."""
 
 
-def build_whole(name: str, dtype: torch.dtype, prepare: Callable[[nn.Module], None] = leave) -> DecoderForCausalLM[Any]:
+def build_whole(
+    name: str, dtype: torch.dtype, prepare: Callable[[nn.Module], None] = leave, *, tied: bool = False
+) -> DecoderForCausalLM[Any]:
     """The model on one process with its initial values, which no mesh changes; it may be changed before it has them."""
     with torch.device("meta"):
-        model = build_stage(name, dtype, PipelineStageInfo(0, 1))
+        model = build_stage(name, dtype, PipelineStageInfo(0, 1), tied=tied)
         prepare(model)
     materialize_module(model, torch.device("cpu"), SEED)
     return model
@@ -132,6 +141,7 @@ def run_plainly(
     name: str,
     dtype: torch.dtype,
     *,
+    tied: bool = False,
     router_losses: bool = True,
     prepare: Callable[[nn.Module], None] = leave,
     change: Callable[[nn.Module], None] = leave,
@@ -140,7 +150,7 @@ def run_plainly(
 
     `prepare` gets the model on the meta device, `change` when it has values.
     """
-    model = build_whole(name, dtype, prepare)
+    model = build_whole(name, dtype, prepare, tied=tied)
     change(model)
     if not router_losses:
         for layer in moe_layers(model):

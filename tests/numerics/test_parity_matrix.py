@@ -4,10 +4,11 @@ import pytest
 import torch
 
 from tests.harness.parity import assert_close_tree
-from tests.numerics.model_runs import Layout, run_engine, run_plainly
+from tests.numerics.model_runs import Layout, Provider, TiedProvider, run_engine, run_plainly
 
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5}
 """What the project promises for sums in another order, as the largest difference."""
+EMBEDDINGS, HEAD = "backbone.embed_tokens.token_embedding.", "head.lm_head."
 LIMIT_S = 240.0  # each operation of a split layer goes through DTensor, in Python
 
 DENSE, MOE = "qwen3 dense", "qwen3 moe"
@@ -72,7 +73,17 @@ def cases(num_ranks: int) -> list[object]:
         for dtype in TOLERANCES
         for name in (DENSE, MOE)
         for layout, described in LAYOUTS.items()
-        if described.mesh.world_size == num_ranks and not (name == DENSE and "expert_parallel" in described.degrees)
+        if described.mesh.world_size == num_ranks
+    ]
+
+
+def tied_cases() -> list[object]:
+    default = {(DENSE, "pp 2 x tp 2"), (MOE, "pp 2 x ep 2")}
+    return [
+        pytest.param(name, layout, marks=[] if (name, layout) in default else [pytest.mark.exhaustive])
+        for name in (DENSE, MOE)
+        for layout, described in LAYOUTS.items()
+        if described.mesh.world_size == 4
     ]
 
 
@@ -93,11 +104,21 @@ def test_four_ranks(name: str, layout: str, dtype: torch.dtype):
     check(name, layout, dtype)
 
 
-def check(name: str, layout: str, dtype: torch.dtype) -> None:
+@pytest.mark.world_size(4, timeout_s=LIMIT_S)
+@pytest.mark.parametrize(("name", "layout"), tied_cases())
+def test_tied_weights(name: str, layout: str):
+    """The last stage has a copy of what the first one has, and its gradients; each is split, and sharded, as ever."""
+    check(name, layout, DOUBLE, tied=True)
+
+
+def check(name: str, layout: str, dtype: torch.dtype, *, tied: bool = False) -> None:
     tolerance = TOLERANCES[dtype]
-    expected = run_plainly(name, dtype)
+    expected = run_plainly(name, dtype, tied=tied)
     assert all(gradient.abs().max() > 1e3 * TOLERANCES[DOUBLE] for gradient in expected.gradients.values())
-    run = run_engine(name, dtype, LAYOUTS[layout])
+    run = run_engine(name, dtype, LAYOUTS[layout], TiedProvider if tied else Provider)
+    if tied and "pipeline_parallel" in LAYOUTS[layout].degrees:
+        for tensors in (expected.gradients, expected.parameters):
+            tensors |= {key.replace(EMBEDDINGS, HEAD): tensors[key] for key in tensors if key.startswith(EMBEDDINGS)}
     assert run.losses == pytest.approx(expected.losses, rel=0, abs=tolerance)
     for found, right in ((run.gradients, expected.gradients), (run.parameters, expected.parameters)):
         assert found  # of all parameters, or of those of this rank's stages

@@ -171,6 +171,13 @@ class SelectiveProvider(Provider):
         return result
 
 
+class FullProvider(Provider):
+    def initialize_model_stage(self, context: InitializeModelStageContext) -> InitializeModelStageResult[Any]:
+        result = super().initialize_model_stage(context)
+        checkpoint_blocks(result.model.backbone.decoder_layers)
+        return result
+
+
 class CompiledProvider(Provider):
     def parallelize_model_stage(self, context: ParallelizeModelStageContext[Any]) -> None:
         super().parallelize_model_stage(context)
@@ -184,24 +191,53 @@ class CompiledSelectiveProvider(CompiledProvider, SelectiveProvider):
 LAYOUTS = {
     "shard 2": (DENSE, Layout(degrees={"data_parallel_shard": 2})),
     "tp 2": (DENSE, Layout(degrees={"tensor_parallel": 2}, sequence_parallel=True)),
+    "cp 2": (DENSE, Layout(degrees={"context_parallel_shard": 2})),
     "ep 2": (MOE, Layout(degrees={"data_parallel_replicate": 2, "expert_parallel": 2})),
     "pp 2": (DENSE, Layout(degrees={"pipeline_parallel": 2}, schedule="zero_bubble_v")),
+    "tp 2 x shard 2": (
+        DENSE,
+        Layout(degrees={"tensor_parallel": 2, "data_parallel_shard": 2}, sequence_parallel=True),
+    ),
+    "tp 2 x ep 2": (
+        MOE,
+        Layout(degrees={"tensor_parallel": 2, "data_parallel_shard": 2, "expert_parallel": 2}),
+    ),
 }
-PROVIDERS = {"selective": SelectiveProvider, "compiled": CompiledProvider, "both": CompiledSelectiveProvider}
-DEFAULT = {("shard 2", "both"), ("tp 2", "compiled"), ("ep 2", "both"), ("pp 2", "selective")}
+PROVIDERS = {
+    "full": FullProvider,
+    "selective": SelectiveProvider,
+    "compiled": CompiledProvider,
+    "both": CompiledSelectiveProvider,
+}
+DEFAULT = {("ep 2", "both"), ("pp 2", "selective"), ("tp 2 x shard 2", "both")}
 """What runs each time. All else is exhaustive."""
 
 
-@pytest.mark.world_size(2, timeout_s=240.0)
-@pytest.mark.parametrize(
-    ("layout", "provider"),
-    [
+LIMIT_S = 600.0  # compiled experts are traced anew for other numbers of tokens
+
+
+def cases(num_ranks: int) -> list[object]:
+    return [
         pytest.param(layout, provider, marks=[] if (layout, provider) in DEFAULT else [pytest.mark.exhaustive])
-        for layout in LAYOUTS
+        for layout, (_, described) in LAYOUTS.items()
+        if described.mesh.world_size == num_ranks
         for provider in PROVIDERS
-    ],
-)
-def test_steps_on_meshes(layout: str, provider: str):
+    ]
+
+
+@pytest.mark.world_size(2, timeout_s=LIMIT_S)
+@pytest.mark.parametrize(("layout", "provider"), cases(2))
+def test_steps_on_two_ranks(layout: str, provider: str):
+    check_steps(layout, provider)
+
+
+@pytest.mark.world_size(4, timeout_s=LIMIT_S)
+@pytest.mark.parametrize(("layout", "provider"), cases(4))
+def test_steps_on_four_ranks(layout: str, provider: str):
+    check_steps(layout, provider)
+
+
+def check_steps(layout: str, provider: str) -> None:
     torch.compiler.reset()
     name, described = LAYOUTS[layout]
     expected = run_plainly(name, torch.float64)

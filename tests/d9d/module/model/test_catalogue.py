@@ -1,6 +1,7 @@
 """Every model of the catalogue equals transformers: logits, losses, gradients, and files in both directions."""
 
 import logging
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -90,6 +91,12 @@ def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
+def assert_close_gradients(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], dtype: torch.dtype) -> None:
+    assert found.keys() == wanted.keys()
+    for name, gradient in wanted.items():
+        torch.testing.assert_close(found[name], gradient, **TOLERANCES[dtype], msg=lambda m, n=name: f"{n}: {m}")
+
+
 @ALL
 @BOTH_TIES
 @BOTH_DTYPES
@@ -114,12 +121,10 @@ def test_logits_losses_and_gradients(name: str, tied: bool, dtype: torch.dtype):
     (losses.sum() / num_labels).backward()
     with everything(dtype):
         (expected_losses.sum() / num_labels).backward()
-    found, wanted = gradients(ours), mapped(load, gradients(theirs))
+    wanted = mapped(load, gradients(theirs))
     if tied:  # one parameter under two names, of which named_parameters() gives the first
         wanted = {name: gradient for name, gradient in wanted.items() if not name.startswith("head.")}
-    assert found.keys() == wanted.keys()
-    for parameter, gradient in wanted.items():
-        torch.testing.assert_close(found[parameter], gradient, **tolerance, msg=lambda m, n=parameter: f"{n}: {m}")
+    assert_close_gradients(gradients(ours), wanted, dtype)
 
 
 @ALL
@@ -151,13 +156,41 @@ def test_scores_of_sequences(name: str, dtype: torch.dtype):
     model = DecoderForClassification(row.build(False), ClassificationHeadConfig(num_labels=3), WHOLE)
     ours = filled(model, load, theirs, dtype)
     ids = ids.clamp(min=1)  # without padding
-    with everything(dtype):
-        expected = theirs(ids).logits
     pooling_mask = torch.zeros_like(ids)
     pooling_mask[:, -1] = 1
-    head = SequencePoolingHeadShared(pooling_mask=pooling_mask)
-    output = ours(SequenceInput(input_ids=ids), SequenceHeadShared(sequence=positions(ids), head=head))
-    torch.testing.assert_close(output.scores, expected, **TOLERANCES[dtype])
+    scores = ours(SequenceInput(input_ids=ids), pooled(ids, pooling_mask)).scores
+    labels = torch.arange(len(ids))
+    F.cross_entropy(scores, labels).backward()
+    with everything(dtype):
+        expected = theirs(ids).logits
+        F.cross_entropy(expected, labels).backward()
+    torch.testing.assert_close(scores, expected, **TOLERANCES[dtype])
+    assert_close_gradients(gradients(ours), mapped(load, gradients(theirs)), dtype)
+
+
+@ALL
+@BOTH_DTYPES
+def test_vectors_of_sequences(name: str, dtype: torch.dtype):
+    """Means over some of the tokens, of length one."""
+    row, ids = MODELS[name], tokens()
+    theirs = build_theirs(row, "Model", False, dtype)
+    load = row.mapper(row.embedding.load, False, in_memory=True)
+    model = DecoderForEmbedding(row.build(False), EmbeddingHeadConfig(normalize=True), WHOLE)
+    ours = filled(model, load, theirs, dtype)
+    mask = (tokens(seed=1) > 10).long()
+    vectors = ours(SequenceInput(input_ids=ids), pooled(ids, mask)).embeddings
+    weights = torch.linspace(-1, 1, HIDDEN, dtype=dtype)
+    (vectors * weights).sum().backward()
+    with everything(dtype):
+        means = torch.stack([states[keep].mean(0) for states, keep in zip(theirs(ids)[0], mask.bool(), strict=True)])
+        expected = means / means.norm(dim=-1, keepdim=True)
+        (expected * weights).sum().backward()
+    torch.testing.assert_close(vectors, expected, **TOLERANCES[dtype])
+    assert_close_gradients(gradients(ours), mapped(load, gradients(theirs)), dtype)
+
+
+def pooled(ids: torch.Tensor, mask: torch.Tensor) -> SequenceHeadShared[SequencePoolingHeadShared]:
+    return SequenceHeadShared(sequence=positions(ids), head=SequencePoolingHeadShared(pooling_mask=mask))
 
 
 class Records(logging.Handler):
@@ -176,7 +209,8 @@ def no_warnings_of_transformers() -> Iterator[None]:
     records, logger = Records(), logging.getLogger("transformers")
     logger.addHandler(records)
     try:
-        yield
+        with warnings.catch_warnings(action="error"):
+            yield
     finally:
         logger.removeHandler(records)
     assert records.texts == []
