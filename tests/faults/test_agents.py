@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-LIMIT_S = 120.0
+LIMIT_S = 240.0
 
 _JOB = """
 import os
