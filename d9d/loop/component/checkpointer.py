@@ -108,6 +108,11 @@ class StateCheckpointer:
                 raise
             self._saver.close()
 
+    def end_count(self) -> None:
+        """Count no more restarts of a job whose steps are done: a script that is restarted begins with it again. No communication."""
+        if self._schedule.current_step >= self._schedule.total_steps:
+            self._checkpoints.forget_restarts()
+
     def checkpoint_if_needed(self, state: Stateful) -> None:
         """Save after a step that the config selects. All ranks must call it after `JobSchedule.step`.
 

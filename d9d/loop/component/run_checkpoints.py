@@ -7,7 +7,7 @@ import torch.distributed as dist
 from d9d.checkpoint import CheckpointFolder, OnCorrupt, SavedCheckpoint, find_checkpoint
 from d9d.core.dist_context import DistributedContext
 from d9d.core.participants import Participants
-from d9d.loop.component.restarts import count_restart
+from d9d.loop.component.restarts import count_restart, forget_restarts
 from d9d.loop.config import CheckpointingConfig, StepActionSpecial
 
 __all__ = ["STATE_KEY", "RunCheckpoints"]
@@ -92,3 +92,8 @@ class RunCheckpoints:
             "checkpointing.max_restarts_without_progress",
             self._logger,
         )
+
+    def forget_restarts(self) -> None:
+        """End the count of a job that is through, see `forget_restarts`. No communication."""
+        if self._saves:
+            forget_restarts(self.participants, self.save_dir)

@@ -180,7 +180,7 @@ class TrainingConfigurator:
         gc = ManualGarbageCollector(context, config.gc, schedule)
         progress = TrainingProgress(context, schedule, sample_count_of(stream))
         hparams = _merged(task.dump_hparams(), self._model_provider.dump_hparams())
-        agree_on_parts(context, metrics.children, hparams)
+        agree_on_parts(context, metrics, hparams)
         logger = JobLogger(context, config.logging, metrics, schedule, config.run, hparams, progress)
         parts: dict[str, Any] = {"schedule": schedule, STREAM_KEY: packs, "logger": logger, "task": task}
         parts_of_rank = {"metrics": metrics, "random": RandomState(context.current_device)}

@@ -79,6 +79,7 @@ class Inference:
         """
         with watching(self._state.dist_context) as watch:
             self._infer(watch)
+            self._state.checkpointer.end_count()
 
     def _infer(self, watch: JobWatch) -> None:
         job = self._state

@@ -1,17 +1,20 @@
 """What all ranks of a job must have in common, compared when it starts and when it resumes."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from importlib.metadata import distributions
 from typing import cast
 
 import torch
 
-from d9d.core.agreement import agree_on
+from d9d.core.agreement import agree_on, name_of
 from d9d.core.dist_context import DistributedContext
 from d9d.core.participants import Participants
 from d9d.dataset.pack_stream import state_is_collective
 from d9d.loop.component.data_stream import DataParallelMicrobatchPackStream
 from d9d.loop.config import InferenceConfig, TrainerConfig
+from d9d.metric.component import AccumulatorOwner
+from d9d.metric.impl.container import ComposeMetric
+from d9d.metric.impl.torchmetrics import TorchMetricsMetric
 
 __all__ = ["agree_on_config", "agree_on_data", "agree_on_parts", "agree_on_resume"]
 
@@ -43,11 +46,25 @@ def agree_on_data(context: DistributedContext, stream: DataParallelMicrobatchPac
     agree_on(_all_ranks(context), "their data", facts, mend)
 
 
-def agree_on_parts(context: DistributedContext, metrics: Iterable[str], hparams: Mapping[str, object]) -> None:
-    """Compare metrics, whose values are exchanged in order, and hyper-parameters. All ranks must call it; blocks."""
-    facts = {"metrics": list(metrics), "hparams": hparams}
+def agree_on_parts(context: DistributedContext, metrics: ComposeMetric, hparams: Mapping[str, object]) -> None:
+    """Compare metrics, whose values are exchanged together, and hyper-parameters. All ranks must call it; blocks."""
+    facts = {"metrics": _described(metrics), "hparams": hparams}
     mend = "create_metrics() and dump_hparams() must not depend on the rank, in a pipeline neither on the stage."
     agree_on(_all_ranks(context), "the parts of the job", facts, mend)
+
+
+def _described(metric: object) -> object:
+    """Return what decides how a metric is exchanged: its kind, or of each part of it the operation, type and shape."""
+    match metric:
+        case ComposeMetric():
+            return {name: _described(child) for name, child in metric.children.items()}
+        case AccumulatorOwner():
+            parts = [(each.reduce_op.value, each.local_value) for each in metric.accumulators()]
+            return [f"{operation} of {value.dtype}, {tuple(value.shape)}" for operation, value in parts]
+        case TorchMetricsMetric():
+            return name_of(metric.wrapped)
+        case _:
+            return name_of(metric)
 
 
 def agree_on_resume(context: DistributedContext, state: Mapping[str, object]) -> None:

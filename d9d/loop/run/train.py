@@ -107,6 +107,7 @@ class Trainer:
         self._state.sleeper.refuse_asleep("train()")
         with self._state.preemption.ending_process(), watching(self._state.dist_context) as watch:
             self._train(watch)
+            self._state.checkpointer.end_count()
 
     def _train(self, watch: JobWatch) -> None:
         job = self._state

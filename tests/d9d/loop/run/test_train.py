@@ -153,6 +153,43 @@ def test_a_complete_job_returns_at_once(tmp_path):
     assert again.task.read == []
 
 
+class FailsAtError(Exception):
+    pass
+
+
+class FailsAt(Task):
+    """Fails in a step, when no checkpoint is newer than the one that the job has resumed from."""
+
+    step = 0
+
+    def compute_loss(self, ctx):
+        if ctx.schedule.step_in_progress == self.step:
+            raise FailsAtError
+        return super().compute_loss(ctx)
+
+
+def test_a_job_that_is_through_is_not_counted_again(tmp_path, monkeypatch):
+    """A script trains twice. Restarts begin with the first job, which has nothing left to do, while the second one gets further."""
+
+    def restart(attempt: int, fails_at: int) -> None:
+        for name, value in (("RUN_ID", "job"), ("RESTART_COUNT", str(attempt)), ("MAX_RESTARTS", "9")):
+            monkeypatch.setenv(f"TORCHELASTIC_{name}", value)
+        saving = {"period_steps": 2, "max_restarts_without_progress": 0}
+        first = {"checkpointing": saving | {"save_dir": str(tmp_path / "first")}}
+        build_job(DeviceMeshParameters(), tmp_path / "first", total_steps=2, overrides=first).trainer.train()
+        second = {"checkpointing": saving | {"save_dir": str(tmp_path / "second")}}
+        job = build_job(DeviceMeshParameters(), tmp_path / "second", overrides=second, task_class=FailsAt)
+        job.task.step = fails_at
+        with pytest.raises(FailsAtError):
+            job.trainer.train()
+
+    for attempt in range(3):
+        restart(attempt, fails_at=3 + 2 * attempt)
+    restart(3, fails_at=7)  # the first one that resumes from step 6
+    with pytest.raises(RuntimeError, match=r"restarted 1 times in a row .* of step 6"):
+        restart(4, fails_at=7)
+
+
 def test_more_steps_than_the_data_has_are_refused_at_the_start(tmp_path):
     with pytest.raises(ValueError, match=r"total_steps \(31\) is more than the data has \(30\)"):
         build_job(DeviceMeshParameters(), tmp_path, total_steps=31)
