@@ -58,6 +58,7 @@ def describe(args: argparse.Namespace) -> tuple[str, bool]:
         ValueError: The config is wrong, or does not fit the dataset; names all problems.
         OSError: It cannot be read.
     """
+    from d9d.core.config import listed
     from d9d.core.dist_context import DeviceMeshParameters
     from d9d.core.yaml_file import read_yaml
     from d9d.dataset.lanes.plan import MAX_LISTED
@@ -74,7 +75,7 @@ def describe(args: argparse.Namespace) -> tuple[str, bool]:
     mesh = _read(DeviceMeshParameters, job.get("mesh", {}), "mesh", problems) if "data" in document else None
     schedule = _read(JobScheduleConfig, *_schedule_of(job, problems), problems)
     if config is None or schedule is None or problems:
-        raise ValueError(f"{args.config}: {'; '.join(problems)}")
+        raise ValueError(f"{args.config}: {listed(problems)}")
     num_samples = config.num_samples if args.num_samples is None else args.num_samples
     any_plan = build_data_plan(config, ANY_NUM_SAMPLES if num_samples is None else num_samples)
     valid = any_plan.valid_dp_sizes[-MAX_LISTED:]
@@ -89,10 +90,12 @@ def _read(kind: type[T], settings: Any, where: str, problems: list[str]) -> T | 
     """Read settings, or note what is wrong with them."""
     from pydantic import ValidationError
 
+    from d9d.core.config import config_problems
+
     try:
         return kind.model_validate(settings)
     except ValidationError as error:
-        problems.extend(f"{'.'.join(map(str, (where, *each['loc'])))}: {each['msg']}" for each in error.errors())
+        problems.extend(config_problems(error, kind, settings, where))
     return None
 
 

@@ -6,7 +6,9 @@ import re
 from typing import Any, Self
 
 from lightning.pytorch.strategies import StrategyRegistry
+from typing_extensions import override
 
+from d9d.core.module_names import did_you_mean
 from d9d_lightning.options.schedule import TRAINING_SCHEDULES
 from d9d_lightning.strategy import D9DStrategy
 
@@ -62,7 +64,7 @@ class StrategyName:
                 raise ValueError(
                     f"strategy {name!r}: {rest.removeprefix('_')!r} is not understood. A name is made of "
                     f"{', '.join(f'{word}<N>' for word in _DEGREES)}, mb<N>, fsdp and a schedule ("
-                    f"{', '.join(TRAINING_SCHEDULES)}), joined by underscores, as in d9d_pp2_tp4_mb8."
+                    f"{', '.join(TRAINING_SCHEDULES)}), joined by underscores, as in d9d_pp2_tp4_mb8.{_meant(rest)}"
                 )
             rest = rest[match.end() :]
             word, number = _split(match.group(1))
@@ -80,6 +82,15 @@ class StrategyName:
         if twice:
             raise ValueError(f"strategy {name!r} says one thing twice: {', '.join(twice)}.")
         return cls(full=full, options={"mesh": {rest_degree: -1} | mesh, **options})
+
+
+def _meant(rest: str) -> str:
+    """Ask whether the next word is another one, with its number."""
+    word = rest.removeprefix("_").partition("_")[0]
+    letters = word.rstrip("0123456789")
+    number = word.removeprefix(letters)
+    numbered = [f"{known}{number}" for known in (*_DEGREES, "mb")] if number else []
+    return did_you_mean(word, [*numbered, "fsdp", *TRAINING_SCHEDULES])
 
 
 def _split(word: str) -> tuple[str, int]:
@@ -114,6 +125,28 @@ def register(name: str, **options: Any) -> str:
     return parsed.full
 
 
+class _KnownNames(list[str]):
+    """Names of strategies; those of d9d that are not known yet become so when they are asked for.
+
+    [Note: names that Lightning asks for]
+    A Trainer looks a name up in the list of all names, and refuses what is not there without a word about d9d. So this list
+    stands in for the registry's own: any name that can be understood is registered, and any other is refused with the reason.
+    """
+
+    @override
+    def __contains__(self, name: object) -> bool:
+        if super().__contains__(name):
+            return True
+        if not isinstance(name, str) or re.match(rf"{_PREFIX}(_|$)", name) is None:
+            return False
+        register(name)
+        return name in StrategyRegistry
+
+
+def _known_names() -> list[str]:
+    return _KnownNames(StrategyRegistry)
+
+
 def register_grid() -> None:
     """Make the common meshes known: tensor and pipeline degrees of 2, 4 and 8, each replicated and sharded."""
     tensor = ["", *(f"_tp{degree}" for degree in _GRID)]
@@ -123,3 +156,5 @@ def register_grid() -> None:
 
 
 register_grid()
+# Lightning has no hook for names that it does not know. [Note: names that Lightning asks for]
+StrategyRegistry.available_strategies = _known_names

@@ -47,7 +47,7 @@ from d9d_lightning.jobs.run_agreement import agree_on_run
 from d9d_lightning.jobs.signals import give_exit_code
 from d9d_lightning.model_states.module_states import ExportFormat, ModuleStates
 from d9d_lightning.model_states.options import MapperSpec, ModelStateOptions
-from d9d_lightning.options.config_check import LauncherName, refuse_problems
+from d9d_lightning.options.config_check import LauncherName, read_or_note
 from d9d_lightning.options.mesh import MeshOption, MeshSpec, replica_of
 from d9d_lightning.options.schedule import ScheduleSpec
 from d9d_lightning.options.strategy_options import StrategyOptions
@@ -64,7 +64,6 @@ from d9d_lightning.trainer.run import TrainerRun
 from d9d_lightning.trainer.summaries import keep_summaries
 
 T = TypeVar("T")
-
 _NOTHING = nullcontext()
 _OF_A_RUN = ("_context", "_cut", "_run", "_failure")  # process groups and hooks of a running job
 
@@ -110,7 +109,7 @@ class D9DStrategy(ParallelStrategy):
                 first match counts, once for data- and once for tensor-parallel ranks. Words that the mesh has no ranks for
                 do nothing, so that one plan serves all meshes. None, and patterns without a word about data-parallel
                 ranks: each repeated block, or else each submodule of `min_unit_params`, is an FSDP unit, as is the rest.
-            pipeline_module: Dotted name of the submodule that is cut into stages, for ``pipeline_parallel`` > 1.
+            pipeline_module: Dotted name of the submodule that is cut into stages. Nothing is cut if ``pipeline_parallel`` is 1.
             stages: How it is cut. None: an ``nn.Sequential``, into stages of about equally many parameters.
             schedule: Name of a pipeline schedule, its config from `d9d.pipelining.factory`, or the fields of that.
             microbatches: Parts that a batch is cut into. None: whole. A pipeline runs the batches of a window as one pack.
@@ -131,12 +130,14 @@ class D9DStrategy(ParallelStrategy):
             max_restarts_without_progress: Restarts by torchrun in a row that may resume from no newer checkpoint.
 
         Raises:
-            ValueError: For a malformed mesh. All else that is wrong is said when the Trainer is constructed.
+            ValueError: With all that is wrong, but for what the number of processes tells: that is said by the Trainer.
         """
         super().__init__()
+        problems: list[str] = []
+        fsdp = (min_unit_params, mp_policy, reshard_after_forward)
         self._options = StrategyOptions(
-            mesh=MeshOption.read(mesh),
-            plan=ParallelPlan.read(parallelize, min_unit_params, mp_policy, reshard_after_forward),
+            mesh=read_or_note(problems, MeshOption.read, mesh),
+            plan=read_or_note(problems, ParallelPlan.read, parallelize, *fsdp),
             pipeline_module=pipeline_module,
             stages=stages or PipelineStages(),
             schedule=schedule,
@@ -148,6 +149,7 @@ class D9DStrategy(ParallelStrategy):
             max_restarts_without_progress=max_restarts_without_progress,
             model_states=ModelStateOptions.read(source_checkpoint, load_mapper, export_mapper, keep_initial, load_mode),
         )
+        self._options.refuse_problems(problems)
         self._model_states = ModuleStates(self._options.model_states)
         self.num_nodes = 1
         """Number of machines; set by the Trainer."""
@@ -217,8 +219,7 @@ class D9DStrategy(ParallelStrategy):
         if environment is None or self.parallel_devices is None:
             raise RuntimeError("the Trainer has not told the strategy its devices yet")
         options, num_devices = self._options, len(self.parallel_devices)
-        problems = options.problems(environment, num_devices, self.num_nodes)
-        refuse_problems(problems + plugin_problems(self._checkpoint_io), options.mesh)
+        options.refuse_processes(environment, num_devices, self.num_nodes, plugin_problems(self._checkpoint_io))
         if self.mesh.is_distributed:
             agree_on_scale(self.precision_plugin)
         hand_back = HandBack(self._collect_model_state, self._model_states.note_fit)

@@ -12,10 +12,11 @@ from typing import Self
 
 import torch
 import torch.distributed as dist
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 from torch.distributed.device_mesh import DeviceMesh
 
 from d9d.core.agreement import agree_on
+from d9d.core.config import Config
 from d9d.core.device import communication_backend, local_device, resolve_device_type, synchronize
 from d9d.core.failures.activity import Activity
 from d9d.core.launch import LaunchEnvironment
@@ -70,14 +71,14 @@ _SHORT_NAMES = {
 """Labels of the mesh coordinates in log lines."""
 
 
-class DeviceMeshParameters(BaseModel):
+class DeviceMeshParameters(Config):
     """The parallelism degrees of a job.
 
     The job runs on as many ranks as the product of all degrees except `expert_parallel`, which only regroups the ranks
     of data and context parallelism.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True)
 
     pipeline_parallel: int = Field(default=1, ge=1)
     """Number of pipeline ranks. 1: the whole model on every rank."""

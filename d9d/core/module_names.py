@@ -1,9 +1,9 @@
-"""Dotted names of modules: patterns of them, and repeated ones shown as one, ``blocks.{0-11}.attn.q``."""
+"""Names: patterns of dotted ones, the nearest ones, and repeated ones shown as one, ``blocks.{0-11}.attn.q``."""
 
 import dataclasses
 import difflib
 import fnmatch
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 
 
 def matches(name: str, pattern: str) -> bool:
@@ -16,6 +16,12 @@ def nearest(pattern: str, names: Sequence[str]) -> str:
     """Name what a pattern without a match may have meant, as the end of a message."""
     near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.3)
     return f"; the nearest are {', '.join(map(repr, near))}" if near else ""
+
+
+def did_you_mean(word: object, known: Iterable[str]) -> str:
+    """Ask for the nearest of some known words, as a sentence behind others; empty if none is near."""
+    near = difflib.get_close_matches(str(word), list(known), n=1)
+    return f" Did you mean {near[0]!r}?" if near else ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Annotated, Literal, Self, TypeAlias
 
 import torch
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
 from d9d.checkpoint import OnChangedParameters, OnCorrupt
+from d9d.core.config import Config
+from d9d.core.module_names import did_you_mean
 from d9d.internals.nonfinite import OnNonfinite
 from d9d.model_state.io.load import LoadMode
 from d9d.pipelining.factory import AnyPipelineScheduleConfig, PipelineScheduleGPipeConfig
@@ -56,7 +58,8 @@ def _check_period(value: object) -> object:
     if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
         return value
     valid = " or ".join(f"'{special}'" for special in StepActionSpecial)
-    raise ValueError(f"{value!r} is not a period: use a whole number of steps >= 1, {valid}.")
+    hint = did_you_mean(value, StepActionSpecial)
+    raise ValueError(f"{value!r} is not a period: use a whole number of steps >= 1, {valid}.{hint}")
 
 
 StepActionPeriod: TypeAlias = Annotated[int | StepActionSpecial, BeforeValidator(_check_period)]
@@ -75,7 +78,9 @@ _GRAD_DTYPES: dict[str, torch.dtype] = {
 
 def _check_grad_dtype(value: str) -> str:
     if value not in _GRAD_DTYPES:
-        raise ValueError(f"{value!r} is not a gradient dtype: use one of {', '.join(_GRAD_DTYPES)}.")
+        raise ValueError(
+            f"{value!r} is not a gradient dtype: use one of {', '.join(_GRAD_DTYPES)}.{did_you_mean(value, _GRAD_DTYPES)}"
+        )
     return value
 
 
@@ -93,20 +98,16 @@ def _check_max_norm(value: float) -> float:
     return value
 
 
-class JobScheduleConfig(BaseModel):
+class JobScheduleConfig(Config):
     """Sets how long the job runs."""
-
-    model_config = ConfigDict(extra="forbid")
 
     total_steps: int | None = Field(
         default=None, ge=1, description="Number of steps. Default: as many as the data stream reports."
     )
 
 
-class DataPrefetchConfig(BaseModel):
+class DataPrefetchConfig(Config):
     """Sets how packs reach the device."""
-
-    model_config = ConfigDict(extra="forbid")
 
     prefetch_factor: int = Field(
         default=1,
@@ -119,10 +120,8 @@ class DataPrefetchConfig(BaseModel):
     )
 
 
-class DataAgreementConfig(BaseModel):
+class DataAgreementConfig(Config):
     """Sets when pipeline, context-parallel and tensor-parallel peers compare which sample numbers they ask for."""
-
-    model_config = ConfigDict(extra="forbid")
 
     period_steps: StepActionPeriod = Field(
         default=StepActionSpecial.disable,
@@ -130,18 +129,14 @@ class DataAgreementConfig(BaseModel):
     )
 
 
-class DeterminismConfig(BaseModel):
+class DeterminismConfig(Config):
     """Sets the random seeds of the job."""
-
-    model_config = ConfigDict(extra="forbid")
 
     base_seed: int = Field(ge=0, lt=2**63, description="Seed that every generator of the job is derived from.")
 
 
-class PipelineTimelineConfig(BaseModel):
+class PipelineTimelineConfig(Config):
     """Sets when to measure what each pipeline rank does in a step."""
-
-    model_config = ConfigDict(extra="forbid")
 
     path: Path = Field(
         description="Picture to write, .svg or .html. The measurements go beside it as .json, for python -m d9d pipeline."
@@ -160,10 +155,8 @@ class PipelineTimelineConfig(BaseModel):
         return path
 
 
-class PipeliningConfig(BaseModel):
+class PipeliningConfig(Config):
     """Sets how the microbatches of a pack run through the stages."""
-
-    model_config = ConfigDict(extra="forbid")
 
     schedule: AnyPipelineScheduleConfig = Field(
         default_factory=PipelineScheduleGPipeConfig,
@@ -174,18 +167,14 @@ class PipeliningConfig(BaseModel):
     )
 
 
-class GarbageCollectionConfig(BaseModel):
+class GarbageCollectionConfig(Config):
     """Sets when Python's cycle collector runs, at the same steps on every rank."""
-
-    model_config = ConfigDict(extra="forbid")
 
     period_steps: StepActionPeriod = Field(description="Steps between two collections of the younger generations.")
 
 
-class BestCheckpointsConfig(BaseModel):
+class BestCheckpointsConfig(Config):
     """Sets which checkpoints are kept for the value of a metric."""
-
-    model_config = ConfigDict(extra="forbid")
 
     metric: str = Field(
         min_length=1,
@@ -195,10 +184,8 @@ class BestCheckpointsConfig(BaseModel):
     num_to_keep: int = Field(default=1, ge=1, description="How many checkpoints. Default: the best one.")
 
 
-class CheckpointingConfig(BaseModel):
+class CheckpointingConfig(Config):
     """Sets where and when training checkpoints are written."""
-
-    model_config = ConfigDict(extra="forbid")
 
     save_dir: Path = Field(description="Folder of checkpoints; those of a run are in a subfolder of the run's name.")
     period_steps: StepActionPeriod = Field(
@@ -263,10 +250,8 @@ class CheckpointingConfig(BaseModel):
         return self
 
 
-class LossSpikeConfig(BaseModel):
+class LossSpikeConfig(Config):
     """Sets which losses stand out, for handlers of the event ``train.loss_spike``."""
-
-    model_config = ConfigDict(extra="forbid")
 
     num_deviations: float = Field(
         default=6.0,
@@ -279,10 +264,8 @@ class LossSpikeConfig(BaseModel):
     )
 
 
-class ModelStageFactoryConfig(BaseModel):
+class ModelStageFactoryConfig(Config):
     """Sets what model stages start from and what of them is saved."""
-
-    model_config = ConfigDict(extra="forbid")
 
     source_checkpoint: Path | None = Field(
         default=None,
@@ -299,20 +282,16 @@ class ModelStageFactoryConfig(BaseModel):
     )
 
 
-class GradientClippingConfig(BaseModel):
+class GradientClippingConfig(Config):
     """Sets the largest global gradient norm."""
-
-    model_config = ConfigDict(extra="forbid")
 
     max_norm: Annotated[float, AfterValidator(_check_max_norm)] | None = Field(
         description="Norm that gradients are scaled down to, above 0; null measures the norm and leaves them alone."
     )
 
 
-class ProfilingConfig(BaseModel):
+class ProfilingConfig(Config):
     """Sets when steps are traced."""
-
-    model_config = ConfigDict(extra="forbid")
 
     traces_dir: Path = Field(description="Folder of traces, one subfolder per traced step.")
     period_steps: int = Field(gt=0, description="Steps of one cycle of waiting, warming up and tracing.")
@@ -332,10 +311,8 @@ class ProfilingConfig(BaseModel):
         return self
 
 
-class JobLoggerConfig(BaseModel):
+class JobLoggerConfig(Config):
     """Sets what is written to the experiment tracker, and when."""
-
-    model_config = ConfigDict(extra="forbid")
 
     period_steps: StepActionPeriod = Field(
         description="Steps between two writes of loss, gradient norm and metrics. A number also writes on the last step."
@@ -351,10 +328,8 @@ class JobLoggerConfig(BaseModel):
     )
 
 
-class GradientManagerConfig(BaseModel):
+class GradientManagerConfig(Config):
     """Sets how gradients are stored and summed."""
-
-    model_config = ConfigDict(extra="forbid")
 
     grad_dtype: Annotated[str, AfterValidator(_check_grad_dtype)] | None = Field(
         default=None, description="Dtype that gradients are accumulated in. Default: that of each parameter."
@@ -393,10 +368,8 @@ class GradientManagerConfig(BaseModel):
         return None if self.grad_dtype is None else _GRAD_DTYPES[self.grad_dtype]
 
 
-class TimeoutConfig(BaseModel):
+class TimeoutConfig(Config):
     """Sets how long a collective may take before the job fails."""
-
-    model_config = ConfigDict(extra="forbid")
 
     init_timeout: int = Field(
         default=10000,
@@ -410,10 +383,8 @@ class TimeoutConfig(BaseModel):
     )
 
 
-class PreemptionConfig(BaseModel):
+class PreemptionConfig(Config):
     """Sets which signals tell a job to save and end."""
-
-    model_config = ConfigDict(extra="forbid")
 
     signals: tuple[Literal["SIGTERM", "SIGUSR1", "SIGUSR2", "SIGINT", "SIGHUP"], ...] = Field(
         default=("SIGTERM", "SIGUSR1"),
@@ -422,10 +393,8 @@ class PreemptionConfig(BaseModel):
     )
 
 
-class TrainerConfig(BaseModel):
+class TrainerConfig(Config):
     """Sets everything about a training job that is not code."""
-
-    model_config = ConfigDict(extra="forbid")
 
     run: RunConfig = Field(description="Name and description of the run.")
     schedule: JobScheduleConfig = Field(default_factory=JobScheduleConfig)
@@ -445,10 +414,8 @@ class TrainerConfig(BaseModel):
     preemption: PreemptionConfig = Field(default_factory=PreemptionConfig)
 
 
-class InferenceConfig(BaseModel):
+class InferenceConfig(Config):
     """Sets everything about an inference job that is not code."""
-
-    model_config = ConfigDict(extra="forbid")
 
     schedule: JobScheduleConfig = Field(default_factory=JobScheduleConfig)
     data_prefetch: DataPrefetchConfig = Field(default_factory=DataPrefetchConfig)

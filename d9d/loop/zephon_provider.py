@@ -6,8 +6,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch.distributed as dist
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
+from d9d.core.config import Config
 from d9d.core.dist_context import DeviceMeshParameters, DistributedContext
 from d9d.core.protocol import MicrobatchPackStream
 from d9d.dataset.lanes.plan import divisors
@@ -22,10 +23,8 @@ __all__ = ["ZephonConfig", "ZephonDataProvider"]
 _UNKNOWN_OPTION = "Unknown pipeline option"
 
 
-class ZephonConfig(BaseModel):
+class ZephonConfig(Config):
     """Sets how a pipeline of Zephon is dealt out to the ranks of a job."""
-
-    model_config = ConfigDict(extra="forbid")
 
     lanes: int = Field(
         ge=1,

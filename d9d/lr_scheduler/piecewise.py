@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self, TypeAlias, assert_never
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from d9d.core.config import Config
 from d9d.core.protocol import LRSchedulerProtocol
 from d9d.lr_scheduler.curves import CurveBase, CurveCosine, CurveExponential, CurveLinear, CurvePoly
 
@@ -247,8 +248,8 @@ def piecewise_schedule(initial_multiplier: float, total_steps: int | None = None
     return PiecewiseScheduleBuilder(initial_multiplier, total_steps)
 
 
-class _Config(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+class _Config(Config):
+    model_config = ConfigDict(frozen=True)
 
 
 class CurveLinearConfig(_Config):

@@ -9,11 +9,13 @@ from contextlib import AbstractContextManager
 from typing import Any, Final, TypeAlias
 
 import torch
-from pydantic import BaseModel, ConfigDict, field_validator
+from pydantic import ConfigDict, field_validator
 from torch import nn
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext, checkpoint
 from torch.utils.checkpoint import create_selective_checkpoint_contexts as selective_contexts
+
+from d9d.core.config import Config
 
 __all__ = ["PRODUCTS_AND_ATTENTION", "SelectiveCheckpointing", "checkpoint_blocks"]
 
@@ -34,13 +36,13 @@ PRODUCTS_AND_ATTENTION: Final = (
 _Contexts: TypeAlias = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 
 
-class SelectiveCheckpointing(BaseModel):
+class SelectiveCheckpointing(Config):
     """Keeps the results of some operations, and computes all others again.
 
     With the default, what is left to compute again is cheap: norms, activations, rotations.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(frozen=True)
 
     saved_ops: tuple[str, ...] = PRODUCTS_AND_ATTENTION
     """Names of operations of `torch.ops`, all of whose overloads count: ``aten.mm``. Views must not be among them."""

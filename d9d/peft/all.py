@@ -2,8 +2,10 @@
 
 from typing import Annotated, Any, Literal, Self, TypeAlias, TypeVar, assert_never, cast
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from torch import nn
+
+from d9d.core.config import Config
 
 from .base import PeftInjectionResult, PeftMethod
 from .full_tune import FullTune, FullTuneConfig
@@ -12,10 +14,8 @@ from .lora import LoRA, LoRAConfig
 __all__ = ["AnyPeftConfig", "PeftStack", "PeftStackConfig", "peft_method_from_config"]
 
 
-class PeftStackConfig(BaseModel):
+class PeftStackConfig(Config):
     """Applies several methods, one after the other."""
-
-    model_config = ConfigDict(extra="forbid")
 
     kind: Literal["stack"] = "stack"
     methods: list["AnyPeftConfig"]

@@ -3,18 +3,17 @@
 from re import Pattern
 from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict
 from torch import nn
+
+from d9d.core.config import Config
 
 from .base import PeftInjectionResult, PeftMethod, matching_modules
 
 __all__ = ["FullTune", "FullTuneConfig"]
 
 
-class FullTuneConfig(BaseModel):
+class FullTuneConfig(Config):
     """Chooses modules that train in full, such as a new head."""
-
-    model_config = ConfigDict(extra="forbid")
 
     kind: Literal["full_tune"] = "full_tune"
     module_name_pattern: Pattern[str]

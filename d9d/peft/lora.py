@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from re import Pattern
 from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict
 from torch import nn
 
+from d9d.core.config import Config
 from d9d.core.fsdp_internals import fsdp_parameters, fsdp_units, show_shards
 from d9d.model_state.mapper import ModelStateMapper
 from d9d.model_state.mapper.compose import ModelStateMapperParallel
@@ -36,10 +36,8 @@ _PAST_LAYERS = (
 """Classes that compute, at times at least, with the weights of linear layers in them past these: the last in evaluation."""
 
 
-class LoRAConfig(BaseModel):
+class LoRAConfig(Config):
     """Chooses the layers that get adapters."""
-
-    model_config = ConfigDict(extra="forbid")
 
     kind: Literal["lora"] = "lora"
     module_name_pattern: Pattern[str]

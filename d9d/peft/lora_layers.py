@@ -7,12 +7,13 @@ from collections.abc import Mapping
 from typing import TypeAlias
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt
+from pydantic import Field, PositiveInt
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from d9d.core.config import Config
 from d9d.core.placement import local_tensor
 from d9d.kernel.precision import at_least_fp32
 from d9d.module.base import ModuleLateInit
@@ -26,10 +27,8 @@ from .lora_layout import follow_layout, follow_split, hook_ids, move_hooks, own_
 __all__ = ["LoRAGroupedLinear", "LoRALayer", "LoRALinear", "LoRAParameters", "adapt_layer"]
 
 
-class LoRAParameters(BaseModel):
+class LoRAParameters(Config):
     """Sizes of adapters."""
-
-    model_config = ConfigDict(extra="forbid")
 
     r: PositiveInt
     """R, the width of an adapter."""

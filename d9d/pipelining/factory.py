@@ -5,9 +5,10 @@ from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Generic, Literal, Protocol, Self, TypeAlias, runtime_checkable
 
 import torch.distributed as dist
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 from torch import nn
 
+from d9d.core.config import Config
 from d9d.core.dist_context import DistributedContext
 from d9d.pipelining.api import (
     PipelineSchedule,
@@ -40,35 +41,27 @@ __all__ = [
 ]
 
 
-class PipelineScheduleInferenceConfig(BaseModel):
+class PipelineScheduleInferenceConfig(Config):
     """Runs forward passes only."""
-
-    model_config = ConfigDict(extra="forbid")
 
     schedule: Literal["inference"] = "inference"
 
 
-class PipelineScheduleGPipeConfig(BaseModel):
+class PipelineScheduleGPipeConfig(Config):
     """Runs all forward passes of a pack, then all backward passes, with one stage per rank."""
-
-    model_config = ConfigDict(extra="forbid")
 
     schedule: Literal["gpipe"] = "gpipe"
 
 
-class PipelineScheduleLoopedBFSConfig(BaseModel):
+class PipelineScheduleLoopedBFSConfig(Config):
     """Runs all forward passes of a pack breadth first over several stages per rank, then all backward passes."""
-
-    model_config = ConfigDict(extra="forbid")
 
     schedule: Literal["looped_bfs"] = "looped_bfs"
     num_stages_per_rank: int = Field(ge=1, description="Number of stages that each pipeline rank hosts.")
 
 
-class PipelineSchedule1F1BConfig(BaseModel):
+class PipelineSchedule1F1BConfig(Config):
     """Alternates forward and backward passes, interleaved over the stages of a rank when it hosts several."""
-
-    model_config = ConfigDict(extra="forbid")
 
     schedule: Literal["1f1b"] = "1f1b"
     num_stages_per_rank: int = Field(
@@ -93,18 +86,14 @@ class PipelineSchedule1F1BConfig(BaseModel):
         return self
 
 
-class PipelineScheduleZeroBubbleVConfig(BaseModel):
+class PipelineScheduleZeroBubbleVConfig(Config):
     """Places two stages per rank in a V and splits the backward pass."""
-
-    model_config = ConfigDict(extra="forbid")
 
     schedule: Literal["zero_bubble_v"] = "zero_bubble_v"
 
 
-class PipelineScheduleDualPipeVConfig(BaseModel):
+class PipelineScheduleDualPipeVConfig(Config):
     """Places two stages per rank in a V and overlaps forward and backward passes of different microbatches."""
-
-    model_config = ConfigDict(extra="forbid")
 
     schedule: Literal["dual_pipe_v"] = "dual_pipe_v"
 

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Callable
 
+from d9d.core.module_names import did_you_mean
 from d9d.pipelining.programs import (
     Interleaved1F1BPipelineProgramBuilder,
     LoopedBFSPipelineProgramBuilder,
@@ -53,7 +54,8 @@ def schedule_problems(
     """Say all that is wrong with the choice of a schedule; takes what `build_program_builder` takes."""
     known = _SCHEDULES.get(schedule)
     if known is None:
-        return [f"schedule {schedule!r} is not known: choose {', '.join(SCHEDULE_NAMES[:-1])} or {SCHEDULE_NAMES[-1]}."]
+        valid = f"{', '.join(SCHEDULE_NAMES[:-1])} or {SCHEDULE_NAMES[-1]}"
+        return [f"schedule {schedule!r} is not known: choose {valid}.{did_you_mean(schedule, SCHEDULE_NAMES)}"]
     problems: list[str] = []
     if num_stages_per_rank is not None and num_stages_per_rank < 1:
         problems.append(f"stages per rank ({num_stages_per_rank}) must be at least 1.")

@@ -9,16 +9,16 @@ from types import ModuleType
 from typing import Any, Generic, Self, TypeAlias, TypeVar
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import Field, field_validator
 from torch.distributed.checkpoint.stateful import Stateful
+
+from d9d.core.config import Config
 
 TConfig = TypeVar("TConfig")
 
 
-class RunConfig(BaseModel):
+class RunConfig(Config):
     """Names a run and what it was started with."""
-
-    model_config = ConfigDict(extra="forbid")
 
     name: str = Field(description="Name of the run, also of its folder of checkpoints.")
     description: str | None = Field(default=None, description="Free text.")

@@ -3,10 +3,11 @@
 import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Self, TypeAlias, get_args
+from typing import Self, TypeAlias, cast, get_args
 
 from lightning.pytorch import LightningModule
 
+from d9d.core.module_names import did_you_mean
 from d9d.internals.model_states import source_problems
 from d9d.model_state.io.load import LoadMode
 from d9d.model_state.mapper import ModelStateMapper
@@ -51,11 +52,9 @@ class ModelStateOptions:
         )
 
     def problems(self) -> list[str]:
-        """Say all that is wrong with them, as far as a look at the folder tells."""
+        """Say all that is wrong with them, whatever is on the disk."""
         problems: list[str] = []
-        if self.source_checkpoint is not None:
-            problems += source_problems("source_checkpoint", self.source_checkpoint)
-        else:
+        if self.source_checkpoint is None:
             given = {"load_mapper": self.load_mapper is not None, "keep_initial": bool(self.keep_initial)}
             given["load_mode"] = self.load_mode != "each"
             problems += [
@@ -63,11 +62,13 @@ class ModelStateOptions:
                 for name, is_given in given.items()
                 if is_given
             ]
-        if isinstance(self.keep_initial, str):
-            problems.append(f"keep_initial is the text {self.keep_initial!r}: give a list of patterns.")
+        patterns = cast("object", self.keep_initial)  # nobody has checked it
+        if isinstance(patterns, str) or not isinstance(patterns, Sequence):
+            problems.append(f"keep_initial ({patterns!r}) must be a list of patterns, such as ['head.*'].")
         if self.load_mode not in get_args(LoadMode):
             problems.append(
                 f"load_mode ({self.load_mode!r}) must be one of {', '.join(map(repr, get_args(LoadMode)))}."
+                f"{did_you_mean(self.load_mode, get_args(LoadMode))}"
             )
         for name, spec in (("load_mapper", self.load_mapper), ("export_mapper", self.export_mapper)):
             if spec is not None and not isinstance(spec, ModelStateMapper) and not callable(spec):
@@ -75,3 +76,7 @@ class ModelStateOptions:
                     f"{name} ({spec!r}) must be a ModelStateMapper, or a function that returns one for the LightningModule."
                 )
         return problems
+
+    def source_problems(self) -> list[str]:
+        """Say why weights cannot be loaded, as far as a look at the folder tells."""
+        return [] if self.source_checkpoint is None else source_problems("source_checkpoint", self.source_checkpoint)

@@ -3,7 +3,8 @@
 # pyright: reportPrivateUsage=false
 
 import math
-from typing import Literal, TypeGuard, get_args
+from collections.abc import Callable
+from typing import Literal, TypeGuard, TypeVar, get_args
 
 import torch.multiprocessing as mp
 from lightning.fabric.plugins import ClusterEnvironment
@@ -11,26 +12,35 @@ from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.utilities.imports import _IS_INTERACTIVE
 
 from d9d.core.dist_context import DeviceMeshParameters
+from d9d.core.module_names import did_you_mean
 from d9d_lightning.model_states.options import ModelStateOptions
 from d9d_lightning.options.mesh import MeshOption
 from d9d_lightning.options.schedule import schedule_option_problems
 
-__all__ = ["LauncherName", "refuse_problems", "starts_elsewhere", "strategy_problems"]
+__all__ = [
+    "LauncherName",
+    "option_problems",
+    "process_problems",
+    "read_or_note",
+    "refuse_problems",
+    "starts_elsewhere",
+]
+
+T = TypeVar("T")
 
 LauncherName = Literal["script", "fork", "spawn"]
 """How further processes start: by running the script again, or as children of this process."""
+
+_LAUNCHERS = get_args(LauncherName)
 
 _LATER_DEGREES = ("context_parallel_replicate", "context_parallel_shard")
 """Degrees that the engine knows and this strategy does not drive yet."""
 
 
-def strategy_problems(
-    mesh: MeshOption,
-    environment: ClusterEnvironment,
+def option_problems(
+    params: DeviceMeshParameters,
     *,
-    num_devices: int,
-    num_nodes: int,
-    pipeline_module: str | None = None,
+    pipeline_module: object = None,
     schedule: object = "1f1b",
     microbatches: int | None = None,
     has_mp_policy: bool = False,
@@ -41,14 +51,12 @@ def strategy_problems(
     max_restarts_without_progress: object = 3,
     model_states: ModelStateOptions | None = None,
 ) -> list[str]:
-    """Say all that is wrong with the options of the strategy, each with its numbers and how to mend it.
+    """Say all that is wrong with the options of the strategy, whoever runs it: each with its value and how to mend it.
 
     Args:
-        mesh: Parallelism degrees.
-        environment: Who starts the processes.
-        num_devices: Number of processes on each machine.
-        num_nodes: Number of machines.
-        pipeline_module: Dotted name of the submodule that is cut into stages.
+        params: Parallelism degrees.
+        pipeline_module: Dotted name of the submodule that is cut into stages. Without pipeline parallelism it says nothing,
+            so that one script runs on all meshes.
         schedule: See `ScheduleSpec`.
         microbatches: Number of microbatches of a batch; None leaves batches whole.
         has_mp_policy: Whether FSDP is to convert types itself.
@@ -59,16 +67,7 @@ def strategy_problems(
         max_restarts_without_progress: Restarts in a row that may bring no newer checkpoint.
         model_states: Where weights come from; None keeps those of the module.
     """
-    problems = _process_problems(environment, num_devices, num_nodes)
-    try:
-        params = mesh.fill(num_devices * num_nodes)
-    except ValueError as error:
-        problems.append(str(error))
-        params = mesh.smallest
-    else:
-        problems += _size_problems(params, num_devices, num_nodes)
-    problems += _later_problems(params)
-    problems += _pipeline_problems(params, pipeline_module, schedule)
+    problems = _later_problems(params) + _pipeline_problems(params, pipeline_module, schedule)
     # A bool counts as an int, and is a mistake here.
     if microbatches is not None and (type(microbatches) is not int or microbatches < 1):
         problems.append(f"microbatches ({microbatches!r}) must be a whole number of at least 1, or None.")
@@ -84,16 +83,48 @@ def strategy_problems(
         )
     if model_states is not None:
         problems += model_states.problems()
+    if launcher is not None and launcher not in _LAUNCHERS:
+        names = f"{', '.join(_LAUNCHERS[:-1])} or {_LAUNCHERS[-1]}"
+        problems.append(f"launcher ({launcher!r}) is not known: choose {names}.{did_you_mean(launcher, _LAUNCHERS)}")
+    return problems
+
+
+def process_problems(
+    mesh: MeshOption, environment: ClusterEnvironment, num_devices: int, num_nodes: int, launcher: str | None = None
+) -> list[str]:
+    """Say what is wrong with the number of processes, and how they start.
+
+    Args:
+        mesh: Parallelism degrees.
+        environment: Who starts the processes.
+        num_devices: Number of processes on each machine.
+        num_nodes: Number of machines.
+        launcher: A `LauncherName`, or None.
+    """
+    problems = _environment_problems(environment, num_devices, num_nodes)
+    try:
+        problems += _size_problems(mesh.fill(num_devices * num_nodes), num_devices, num_nodes)
+    except ValueError as error:
+        problems.append(str(error))
     if not starts_elsewhere(environment) and num_devices * num_nodes > 1:
         problems += _launcher_problems(launcher, num_nodes)
     return problems
+
+
+def read_or_note(problems: list[str], read: Callable[..., T], written: object, *others: object) -> T:
+    """Read what a user has written; where that fails, note why, and go on as if nothing was written (None)."""
+    try:
+        return read(written, *others)
+    except ValueError as error:
+        problems.append(str(error))
+        return read(None, *others)
 
 
 def refuse_problems(problems: list[str], mesh: MeshOption) -> None:
     """Refuse options that cannot be run.
 
     Args:
-        problems: What `strategy_problems` has found.
+        problems: What was found.
         mesh: What it was found with.
 
     Raises:
@@ -114,7 +145,7 @@ def starts_elsewhere(environment: ClusterEnvironment) -> bool:
     return environment.creates_processes_externally and not isinstance(environment, LightningEnvironment)
 
 
-def _process_problems(environment: ClusterEnvironment, num_devices: int, num_nodes: int) -> list[str]:
+def _environment_problems(environment: ClusterEnvironment, num_devices: int, num_nodes: int) -> list[str]:
     if not starts_elsewhere(environment):
         return []
     launched, wanted = environment.world_size(), num_devices * num_nodes
@@ -164,14 +195,15 @@ def _later_problems(params: DeviceMeshParameters) -> list[str]:
     ]
 
 
-def _pipeline_problems(params: DeviceMeshParameters, pipeline_module: str | None, schedule: object) -> list[str]:
+def _pipeline_problems(params: DeviceMeshParameters, pipeline_module: object, schedule: object) -> list[str]:
     problems = schedule_option_problems(schedule)
-    if pipeline_module is not None and not all(pipeline_module.split(".")):
+    if not (pipeline_module is None or (isinstance(pipeline_module, str) and all(pipeline_module.split(".")))):
         problems.append(f"pipeline_module ({pipeline_module!r}) must be the dotted name of a submodule.")
     if params.has_pipeline_parallel and pipeline_module is None:
         problems.append(
             f"pipeline_parallel ({params.pipeline_parallel}) needs pipeline_module, the dotted name of the submodule "
-            f"that is cut into stages: D9DStrategy(..., pipeline_module='model')."
+            f"that is cut into stages: D9DStrategy(..., pipeline_module='model'), or for a name of a strategy "
+            f"d9d_lightning.register('pp{params.pipeline_parallel}', pipeline_module='model')."
         )
     return problems
 
@@ -192,11 +224,8 @@ def _is_number(value: object) -> TypeGuard[float]:
 
 
 def _launcher_problems(launcher: str | None, num_nodes: int) -> list[str]:
-    names = get_args(LauncherName)
-    if launcher is None:
+    if launcher is None or launcher not in _LAUNCHERS:
         return []
-    if launcher not in names:
-        return [f"launcher ({launcher!r}) is not known: choose {', '.join(names[:-1])} or {names[-1]}."]
     if launcher == "script":
         reason = "a notebook cannot be run again as a script. Use 'fork', or leave launcher out."
         return [f"launcher ('script'): {reason}"] if _IS_INTERACTIVE else []

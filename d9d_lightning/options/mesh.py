@@ -1,12 +1,15 @@
 """The parallelism degrees as a user writes them, one of which the number of processes may decide."""
 
 import dataclasses
-import difflib
 from collections.abc import Mapping
 from typing import Literal, Self
 
+from pydantic import ValidationError
+
+from d9d.core.config import config_problems
 from d9d.core.dist_context import DeviceMeshParameters
 from d9d.core.mesh_groups import RankLayout
+from d9d.core.module_names import did_you_mean
 
 __all__ = ["MeshOption", "MeshSpec", "replica_of"]
 
@@ -49,7 +52,7 @@ class MeshOption:
             )
         # The number of experts is checked when all ranks are known.
         numbers = {name: 1 if name in opened else degree for name, degree in written.items()}
-        DeviceMeshParameters.model_validate(numbers if not opened else {**numbers, _NOT_OPEN: 1})
+        _degrees(numbers if not opened else {**numbers, _NOT_OPEN: 1})
         degrees = {name: int(degree) for name, degree in written.items() if name not in opened}
         return cls(degrees=degrees, open_degree=opened[0] if opened else None)
 
@@ -66,7 +69,7 @@ class MeshOption:
             ValueError: If the processes cannot be shared out; without an open degree, any number is taken.
         """
         if self.open_degree is None:
-            return DeviceMeshParameters(**self.degrees)
+            return _degrees(self.degrees)
         given = self.smallest.world_size
         if num_processes % given != 0:
             factors = " x ".join(f"{name} {degree}" for name, degree in self.degrees.items() if degree > 1)
@@ -75,7 +78,7 @@ class MeshOption:
                 f"(devices * num_nodes) are no multiple of {factors} = {given}. Use {given} or {2 * given} processes, "
                 f"or other degrees."
             )
-        return DeviceMeshParameters(**self.degrees, **{self.open_degree: num_processes // given})
+        return _degrees({**self.degrees, self.open_degree: num_processes // given})
 
 
 def replica_of(params: DeviceMeshParameters, rank: int) -> int:
@@ -84,15 +87,21 @@ def replica_of(params: DeviceMeshParameters, rank: int) -> int:
     return layout.coordinate("dp_replicate") * params.data_parallel_shard + layout.coordinate("dp_shard")
 
 
+def _degrees(degrees: Mapping[str, object]) -> DeviceMeshParameters:
+    try:
+        return DeviceMeshParameters.model_validate(degrees)
+    except ValidationError as error:
+        problems = config_problems(error, DeviceMeshParameters, degrees)
+    raise ValueError(f"mesh: {' '.join(problems)}")
+
+
 def _refuse_bad_entries(written: Mapping[str, object]) -> None:
     """Refuse names that are no degrees, and values that can be none, all at once."""
     known = list(DeviceMeshParameters.model_fields)
     problems: list[str] = []
     for name, degree in written.items():
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"the degrees are {', '.join(known)}."
-            problems.append(f"{name!r} is no degree: {hint}")
+            problems.append(f"{name!r} is no degree.{did_you_mean(name, known)} Valid are {', '.join(known)}.")
         elif degree not in _OPEN and (type(degree) is not int or degree < 1):
             problems.append(f"{name} is {degree!r}: it must be a number of ranks (1 or more), or -1 for what is left.")
     if problems:

@@ -1,11 +1,12 @@
 """The pipeline schedule as users write it: a name, the fields of a config, or a config."""
 
-import difflib
 from collections.abc import Mapping
 from typing import Any, TypeAlias, cast
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
+from d9d.core.config import config_problems
+from d9d.core.module_names import did_you_mean
 from d9d.pipelining.factory import AnyPipelineScheduleConfig
 from d9d.pipelining.schedules import SCHEDULE_NAMES
 
@@ -48,16 +49,12 @@ def schedule_option_problems(spec: object) -> list[str]:
         return [f"schedule (inference) runs no backward passes. Choose {valid}; validation runs forward passes only."]
     is_variant = name in _VARIANTS and isinstance(spec, str)
     if name not in SCHEDULE_NAMES and not is_variant:
-        near = difflib.get_close_matches(str(name), TRAINING_SCHEDULES, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
-        return [f"schedule {name!r} is not known: choose {valid}.{hint}"]
+        return [f"schedule {name!r} is not known: choose {valid}.{did_you_mean(name, TRAINING_SCHEDULES)}"]
     try:
         schedule_config(cast("ScheduleSpec", spec))
     except ValidationError as error:
-        return [f"schedule {name}: {_path(each['loc'])}{each['msg']}." for each in error.errors()]
+        return [
+            f"schedule {name}: {text.removesuffix('.')}."
+            for text in config_problems(error, AnyPipelineScheduleConfig, spec)
+        ]
     return []
-
-
-def _path(location: tuple[int | str, ...]) -> str:
-    """Write where in a config something is wrong; the first part is the name of the schedule."""
-    return "".join(f"{part}: " for part in location[1:])

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
+from typing import get_args
 
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch import LightningModule
@@ -9,10 +10,11 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from d9d.core.dist_context import DeviceMeshParameters
+from d9d.core.module_names import did_you_mean
 from d9d.internals.nonfinite import OnNonfinite
-from d9d.module.parallelism.plan import ParallelPlan
+from d9d.module.parallelism.plan import ParallelPlan, word_problems
 from d9d_lightning.model_states.options import ModelStateOptions
-from d9d_lightning.options.config_check import LauncherName, strategy_problems
+from d9d_lightning.options.config_check import LauncherName, option_problems, process_problems, refuse_problems
 from d9d_lightning.options.mesh import MeshOption
 from d9d_lightning.options.schedule import ScheduleSpec, schedule_config
 from d9d_lightning.pipeline.cut import PipelineOptions, cut_of, map_stages
@@ -68,19 +70,37 @@ class StrategyOptions:
             stage_map=None if stages is None else map_stages(module, stages, mesh.pipeline_parallel),
         )
 
-    def problems(self, environment: ClusterEnvironment, num_devices: int, num_nodes: int) -> list[str]:
-        """Say all that is wrong with them; see `strategy_problems`.
+    def refuse_problems(self, read_problems: list[str]) -> None:
+        """Refuse what cannot be run on any number of processes; see `refuse_problems` of `config_check`.
+
+        Args:
+            read_problems: What was wrong when they were read.
+        """
+        words = word_problems(self.plan.parallelize)
+        plan_problems = [f"parallelize: {'. '.join(words)}."] if words else []
+        refuse_problems(
+            read_problems + self._kind_problems() + plan_problems + self._problems_on(self.mesh.smallest), self.mesh
+        )
+
+    def refuse_processes(
+        self, environment: ClusterEnvironment, num_devices: int, num_nodes: int, other_problems: list[str]
+    ) -> None:
+        """Refuse a number of processes that they are not for, and weights that cannot be loaded.
 
         Args:
             environment: Who starts the processes.
             num_devices: Number of processes on each machine.
             num_nodes: Number of machines.
+            other_problems: What else is wrong.
         """
-        return self._kind_problems() + strategy_problems(
-            self.mesh,
-            environment,
-            num_devices=num_devices,
-            num_nodes=num_nodes,
+        problems = process_problems(self.mesh, environment, num_devices, num_nodes, self.launcher)
+        if not problems:
+            problems += self._problems_on(self.mesh.fill(num_devices * num_nodes))
+        refuse_problems(problems + self.model_states.source_problems() + other_problems, self.mesh)
+
+    def _problems_on(self, mesh: DeviceMeshParameters) -> list[str]:
+        return option_problems(
+            mesh,
             pipeline_module=self.pipeline_module,
             schedule=self.schedule,
             microbatches=self.microbatches,
@@ -115,5 +135,10 @@ class StrategyOptions:
         if not isinstance(stages, PipelineStages):
             problems.append(
                 f"stages ({stages!r}) must be a PipelineStages, such as PipelineStages(layers=[...]), or None."
+            )
+        if self.on_nonfinite not in get_args(OnNonfinite):
+            problems.append(
+                f"on_nonfinite ({self.on_nonfinite!r}) must be one of {', '.join(map(repr, get_args(OnNonfinite)))}."
+                f"{did_you_mean(self.on_nonfinite, get_args(OnNonfinite))}"
             )
         return problems

@@ -7,11 +7,10 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-import yaml
-from pydantic import BaseModel, ConfigDict
 from torch import nn
 from torch.utils.data import Dataset
 
+from d9d.core.config import Config, read_config
 from d9d.core.dist_context import DENSE_DOMAIN, DeviceMeshParameters
 from d9d.core.types import TensorSpec
 from d9d.loop.auto import (
@@ -90,9 +89,7 @@ class Block(nn.Module):
             module.reset_parameters()
 
 
-class ModelConfig(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
+class ModelConfig(Config):
     num_layers: int
     width: int
     num_heads: int
@@ -186,9 +183,7 @@ class PoemModelProvider(ModelProvider[PoemModel]):
         parallelize_hsdp(context.model, mesh=mesh["dp_replicate", "dp_cp_shard", "cp_replicate"])
 
 
-class ProjectConfig(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
+class ProjectConfig(Config):
     mesh: DeviceMeshParameters
     model: ModelConfig
     trainer: TrainerConfig
@@ -197,7 +192,7 @@ class ProjectConfig(BaseModel):
     lr_scheduler: AutoLRSchedulerConfig
 
 
-config = ProjectConfig.model_validate(yaml.safe_load(Path(sys.argv[1]).read_text()))
+config = read_config(sys.argv[1], ProjectConfig)
 
 trainer = TrainingConfigurator(
     mesh=config.mesh,

@@ -2,17 +2,15 @@
 
 import copy
 import sys
-from pathlib import Path
 
 import lightning as L
 import torch
 import torch.nn.functional as F
-import yaml
 from data import NUM_BYTES, SourceFiles
-from pydantic import BaseModel, ConfigDict
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 
+from d9d.core.config import Config, read_config
 from d9d.core.dist_context import DeviceMeshParameters
 from d9d.core.types import TensorSpec
 from d9d.internals.materialize import materialize_module
@@ -26,9 +24,7 @@ from d9d_lightning import D9DStrategy, PipelineStages
 SINGLE_RANK = {"num_replicas": 1, "rank": 0}
 
 
-class ProjectConfig(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
+class ProjectConfig(Config):
     mesh: DeviceMeshParameters
     parallelize: dict[str, str]
     microbatches: int
@@ -128,4 +124,4 @@ def main(config: ProjectConfig) -> None:
 
 
 if __name__ == "__main__":
-    main(ProjectConfig.model_validate(yaml.safe_load(Path(sys.argv[1]).read_text())))
+    main(read_config(sys.argv[1], ProjectConfig))

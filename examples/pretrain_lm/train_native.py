@@ -7,10 +7,9 @@ import sys
 from pathlib import Path
 
 import torch
-import yaml
 from data import NUM_BYTES, SourceFiles
-from pydantic import BaseModel, ConfigDict
 
+from d9d.core.config import Config, read_config
 from d9d.core.dist_context import DeviceMeshParameters
 from d9d.loop.auto import (
     AutoDataConfig,
@@ -86,9 +85,7 @@ class Qwen3Provider(ModelProvider):
         parallelize_qwen3_moe_model(context.dist_context, context.model, context.stage)
 
 
-class ProjectConfig(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
+class ProjectConfig(Config):
     mesh: DeviceMeshParameters
     num_tokens: int
     model: Qwen3MoEParameters
@@ -126,4 +123,4 @@ def main(config: ProjectConfig) -> None:
         print_perplexities(Path(config.trainer.logging.tracker.path), config.trainer.run.name)
 
 
-main(ProjectConfig.model_validate(yaml.safe_load(Path(sys.argv[1]).read_text())))
+main(read_config(sys.argv[1], ProjectConfig))

@@ -3,15 +3,13 @@
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-import yaml
-from pydantic import BaseModel, ConfigDict
 from torch import nn
 from torch.utils.data import Dataset
 
+from d9d.core.config import Config, read_config
 from d9d.core.dist_context import DENSE_DOMAIN, DeviceMeshParameters
 from d9d.loop.auto import (
     AutoDataConfig,
@@ -124,9 +122,7 @@ class MLPProvider(ModelProvider[MLP]):
         return PrepareExportModelStageResult(state_mapper=identity_mapper_from_module(context.model))
 
 
-class ProjectConfig(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
+class ProjectConfig(Config):
     mesh: DeviceMeshParameters
     trainer: TrainerConfig
     data: AutoDataConfig
@@ -134,7 +130,7 @@ class ProjectConfig(BaseModel):
     lr_scheduler: AutoLRSchedulerConfig
 
 
-config = ProjectConfig.model_validate(yaml.safe_load(Path(sys.argv[1]).read_text()))
+config = read_config(sys.argv[1], ProjectConfig)
 
 trainer = TrainingConfigurator(
     mesh=config.mesh,

@@ -76,7 +76,7 @@ def test_ranks_that_do_not_fit_are_told_and_mended(job, capsys):
     [
         (JOB, ("--dp", "2,x"), "'2,x' is no list of numbers of ranks"),
         (JOB, ("--dp", "0"), "'0' is no list"),
-        (JOB.replace("12", "11").replace("num_workers", "workers"), (), "workers: Extra inputs"),
+        (JOB.replace("12", "11").replace("num_workers", "workers"), (), r"workers \(\d+\) is unknown"),
         (
             JOB.replace("12", "11"),
             (),
@@ -87,12 +87,12 @@ def test_ranks_that_do_not_fit_are_told_and_mended(job, capsys):
         (
             JOB.replace("total_steps: 5", "steps: 5").replace("num_workers", "workers"),
             (),
-            "data.workers: Extra inputs .*; trainer.schedule.steps: Extra inputs",
+            r"\n- data.workers \(\d+\) is unknown.*\n- trainer.schedule.steps \(5\) is unknown",
         ),
         (
             "data: [1]\ntrainer: [2]\nmesh: [3]",
             (),
-            "data: Input .*; mesh: Input .*; trainer: must hold settings by name",
+            "\n- data is no mapping.*\n- mesh is no mapping.*\n- trainer: must hold settings by name",
         ),
         ("[1, 2]", (), "must hold settings by name"),
         ("{", (), "is no YAML"),

@@ -6,7 +6,7 @@ from lightning.fabric.plugins.environments import LightningEnvironment
 
 from d9d.pipelining.factory import PipelineScheduleInferenceConfig
 from d9d_lightning import D9DStrategy, DeviceMeshParameters
-from d9d_lightning.options.config_check import strategy_problems
+from d9d_lightning.options.config_check import option_problems, process_problems
 from d9d_lightning.options.mesh import MeshOption
 from tests.d9d_lightning.support import plain_trainer
 
@@ -46,16 +46,16 @@ def test_open_degrees_before_the_number_of_processes_is_known():
         ({"expert_parallel": -1}, ValueError, "expert_parallel cannot be left open"),
         ({"tensor_parallel": -2}, ValueError, "^mesh: tensor_parallel is -2: it must be a number of ranks"),
         ({"tensor_parallel": True}, ValueError, "^mesh: tensor_parallel is True: it must be a number of ranks"),
-        ({"tp": -1}, ValueError, "^mesh: 'tp' is no degree: "),
-        (
-            {"tensor_parallel": 2, "dp": "auto"},
-            ValueError,
-            "^mesh: 'dp' is no degree: the degrees are pipeline_parallel, ",
-        ),
+        ({"tp": -1}, ValueError, "^mesh: 'tp' is no degree. Valid are pipeline_parallel, "),
         (
             {"data_paralel_shard": 2, "tensor_parallel": 0},
             ValueError,
-            r"did you mean 'data_parallel_shard'\? tensor_parallel is 0: ",
+            r"Did you mean 'data_parallel_shard'\? Valid are .*\. tensor_parallel is 0: ",
+        ),
+        (
+            {"data_parallel_shard": 2, "expert_parallel": 4},
+            ValueError,
+            r"^mesh: expert_parallel \(4\) must divide .* Valid values: 1, 2\.$",
         ),
         ("all", ValueError, r"mesh \('all'\) must be 'auto'"),
         (2, ValueError, r"mesh \(2\) must be 'auto', a mapping of degrees"),
@@ -74,10 +74,9 @@ def test_processes_that_cannot_be_shared_out():
 
 
 def problems_of(mesh=None, num_devices=4, num_nodes=1, **options):
-    environment = LightningEnvironment()
-    return strategy_problems(
-        MeshOption.read(mesh), environment, num_devices=num_devices, num_nodes=num_nodes, **options
-    )
+    option = MeshOption.read(mesh)
+    of_processes = process_problems(option, LightningEnvironment(), num_devices, num_nodes, options.get("launcher"))
+    return of_processes + option_problems(option.smallest, **options)
 
 
 @pytest.mark.parametrize(
@@ -105,6 +104,7 @@ def problems_of(mesh=None, num_devices=4, num_nodes=1, **options):
         ({"schedule": "1f2b"}, ["schedule '1f2b' is not known"]),
         ({"schedule": "inference"}, ["runs no backward passes"]),
         ({"schedule": PipelineScheduleInferenceConfig()}, ["runs no backward passes"]),
+        ({"launcher": "spwan"}, ["Did you mean 'spawn'?"]),
         ({"launcher": "srun"}, ["launcher ('srun') is not known: choose script, fork or spawn"]),
         (
             {"launcher": "fork", "num_nodes": 2},
@@ -145,11 +145,36 @@ def test_notebooks_run_no_scripts(monkeypatch):
 
 def test_all_problems_come_in_one_error():
     numbers = {"microbatches": 0, "bucket_size_mb": -1, "min_unit_params": -2, "timeout_s": 0}
-    strategy = D9DStrategy({"pipeline_parallel": 2}, schedule="none", **numbers)
     with pytest.raises(ValueError, match="D9DStrategy cannot run as it is configured") as error:
-        plain_trainer(strategy=strategy, devices=3)
+        D9DStrategy({"pipeline_parallel": 2}, {"blocks.*": "shrd"}, schedule="none", **numbers)
     assert str(error.value).count("\n- ") == 7
+    assert "Did you mean 'shard'?" in str(error.value)
+
+
+def test_a_bad_mesh_or_plan_hides_no_other_problem(tmp_path):
+    with pytest.raises(ValueError, match="D9DStrategy cannot run as it is configured") as error:
+        D9DStrategy({"tp": 2}, str(tmp_path / "plan.yaml"), microbatches=0)
+    for text in ("mesh: 'tp' is no degree", "plan.yaml", "microbatches (0)"):
+        assert text in str(error.value)
+
+
+def test_all_that_is_wrong_with_processes_comes_in_one_error(tmp_path):
+    strategy = D9DStrategy({"tensor_parallel": 2}, source_checkpoint=tmp_path / "none", launcher="fork")
+    with pytest.raises(ValueError, match="D9DStrategy cannot run as it is configured") as error:
+        plain_trainer(strategy=strategy, devices=3, num_nodes=2)
+    for text in ("The mesh needs 2 processes", "launcher ('fork')", "source_checkpoint"):
+        assert text in str(error.value)
     assert not dist.is_initialized()
+
+
+def test_the_number_of_processes_decides_what_an_open_degree_needs():
+    strategy = D9DStrategy({"pipeline_parallel": -1})
+    with pytest.raises(ValueError, match=r"^pipeline_parallel \(2\) needs pipeline_module"):
+        plain_trainer(strategy=strategy, devices=2)
+
+
+def test_a_module_to_cut_on_a_mesh_without_pipeline():
+    plain_trainer(strategy=D9DStrategy({"data_parallel_shard": 2}, pipeline_module="model"), devices=2)
 
 
 @pytest.mark.parametrize(
@@ -164,4 +189,4 @@ def test_all_problems_come_in_one_error():
 )
 def test_options_of_another_kind(options, text):
     with pytest.raises(ValueError, match=text):
-        plain_trainer(strategy=D9DStrategy(**options), devices=2)
+        D9DStrategy(**options)

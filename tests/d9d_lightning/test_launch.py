@@ -87,7 +87,7 @@ def test_later_degrees_are_refused(mesh):
 
 
 def test_unknown_degrees_are_named():
-    with pytest.raises(ValueError, match=r"^mesh: 'data_parallel' is no degree: did you mean 'data_parallel"):
+    with pytest.raises(ValueError, match=r"^mesh: 'data_parallel' is no degree. Did you mean 'data_parallel"):
         D9DStrategy({"data_parallel": 2})
 
 

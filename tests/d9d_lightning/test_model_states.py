@@ -349,7 +349,12 @@ def test_problems_come_when_the_trainer_is_constructed(tmp_path):
         one_trainer({"source_checkpoint": tmp_path / "llama"})
     with pytest.raises(ValueError, match="cannot run as it is configured") as caught:
         one_trainer({"load_mapper": load_mapper, "keep_initial": "head.*", "microbatches": 0})
-    for part in ("load_mapper has no effect", "keep_initial has no effect", "give a list of patterns", "microbatches"):
+    for part in (
+        "load_mapper has no effect",
+        "keep_initial has no effect",
+        "must be a list of patterns",
+        "microbatches",
+    ):
         assert part in str(caught.value)
     with pytest.raises(ValueError, match=r"export_mapper \('mapper'\) must be a ModelStateMapper, or a function"):
         one_trainer({"export_mapper": "mapper"})

@@ -259,10 +259,9 @@ def test_pattern_plan():
 
 @pytest.mark.world_size(2)
 def test_pattern_that_matches_nothing_shows_the_nearest():
-    options = {"parallelize": {"block.0": "shard", "head": "halve"}}
-    with pytest.raises(ValueError, match=r"'block\.0' matches no submodule; the nearest are .*'blocks\.0'") as error:
+    options = {"parallelize": {"block.0": "shard"}}
+    with pytest.raises(ValueError, match=r"'block\.0' matches no submodule; the nearest are .*'blocks\.0'"):
         train_on(MESHES[2][1], seeded(Regression), strategy_options=options)
-    assert "unknown placement 'halve'" in str(error.value)
 
 
 @pytest.mark.world_size(2)

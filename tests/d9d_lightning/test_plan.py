@@ -60,7 +60,7 @@ def test_styles_of_torch_are_taken_as_they_are():
     ("patterns", "degree", "message"),
     [
         ({"block.0.up": "colwise"}, 2, r"'block\.0\.up' matches no submodule; the nearest are .*'blocks\.0\.up'"),
-        ({"head": "colwise_gathered"}, 2, r"unknown placement 'colwise_gathered' \(did you mean 'colwise_gather'\?\)"),
+        ({"head": "colwise_gathered"}, 2, r"unknown placement 'colwise_gathered'\. Did you mean 'colwise_gather'\?"),
         ({"head": "colwise"}, 2, r"'head' splits head, which leaves a part.*use 'colwise_gather'"),
         ({"head": "rowwise"}, 2, r"'head' splits head, which takes a part.*use 'rowwise_split'"),
         ({**PAIR, "head": "colwise"}, 2, r"'head' splits head, which leaves a part"),
@@ -112,6 +112,8 @@ def test_plans_from_files(tmp_path, text):
         ("patterns: {a: shard}\nmore: 1\n", "has 'more' beside 'patterns'"),
         ("{", "is no YAML file"),
         ("", "must map patterns"),
+        ("patern: {a: shard}", r"has a mapping under 'patern'\. .* Did you mean 'patterns'\?"),
+        ("head: shard\nhead: replicate\n", "line 2 repeats 'head' of line 1"),
     ],
 )
 def test_files_that_are_no_plans(tmp_path, text, message):

@@ -95,6 +95,25 @@ def test_known_from_the_start(name, devices, mesh):
     assert trainer.strategy.mesh == DeviceMeshParameters(**mesh)
 
 
+def test_any_name_that_can_be_understood():
+    strategy = plain_trainer(strategy="d9d_tp3_fsdp_mb2", devices=6).strategy
+    assert strategy.mesh == DeviceMeshParameters(tensor_parallel=3, data_parallel_shard=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "match"),
+    [
+        ("d9d_tpp3", r"'tpp3' is not understood. A name is made of pp<N>, .* Did you mean 'tp3'\?"),
+        ("d9d_fsdq", r"Did you mean 'fsdp'\?"),
+        ("d9d_", "'' is not understood"),
+        ("ddd", "invalid strategy name"),  # Lightning's own words
+    ],
+)
+def test_names_that_a_trainer_refuses(name, match):
+    with pytest.raises(ValueError, match=match):
+        plain_trainer(strategy=name, devices=2)
+
+
 def test_the_grid():
     names = {name for name in StrategyRegistry.available_strategies() if name.startswith("d9d")}
     assert len(names) == 4 * 4 * 2

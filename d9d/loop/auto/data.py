@@ -5,9 +5,10 @@ from collections.abc import Callable, Mapping
 from typing import Any, Self, TypeAlias, TypedDict
 
 import torch.distributed as dist
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 from torch.utils.data import Dataset
 
+from d9d.core.config import Config
 from d9d.core.device import pin_memory_supported
 from d9d.core.dist_context import DeviceMeshParameters, DistributedContext
 from d9d.core.protocol import MicrobatchPackStream
@@ -57,10 +58,8 @@ ANY_NUM_SAMPLES = 2**40
 """Stands for the size of a dataset that is not known yet, where it does not matter, and of one without an end."""
 
 
-class AutoDataConfig(BaseModel):
+class AutoDataConfig(Config):
     """Sets how a dataset becomes packs."""
-
-    model_config = ConfigDict(extra="forbid")
 
     global_batch_size: int = Field(ge=1, description="Samples per step over all ranks, whatever their number.")
     microbatch_size: int = Field(ge=1, description="Samples per forward pass on one rank.")

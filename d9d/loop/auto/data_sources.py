@@ -4,8 +4,9 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Annotated, Literal, TypeAlias, assert_never, cast
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
+from d9d.core.config import Config
 from d9d.dataset.lanes import (
     BestFitPacker,
     DataPlan,
@@ -37,19 +38,15 @@ Sources: TypeAlias = dict[str, MapDataset]
 """Datasets by name, in the order of their names; one that is not mixed has no name."""
 
 
-class WrapPackingConfig(BaseModel):
+class WrapPackingConfig(Config):
     """Cuts the concatenation of documents into sequences of equal length: no token is lost, none is padding."""
-
-    model_config = ConfigDict(extra="forbid")
 
     kind: Literal["wrap"]
     num_tokens: int = Field(ge=1, description="Tokens of a sequence.")
 
 
-class BestFitPackingConfig(BaseModel):
+class BestFitPackingConfig(Config):
     """Fills sequences with whole documents that fit together. Only documents longer than a sequence are cut."""
-
-    model_config = ConfigDict(extra="forbid")
 
     kind: Literal["best_fit"]
     num_tokens: int = Field(ge=1, description="Most tokens of a sequence.")

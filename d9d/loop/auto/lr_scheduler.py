@@ -2,8 +2,9 @@
 
 from typing import Literal, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
+from d9d.core.config import Config
 from d9d.core.protocol import LRSchedulerProtocol
 from d9d.loop.control import InitializeLRSchedulerContext, LRSchedulerProvider
 from d9d.lr_scheduler.piecewise import PiecewiseSchedulerConfig, piecewise_scheduler_from_config
@@ -11,10 +12,8 @@ from d9d.lr_scheduler.piecewise import PiecewiseSchedulerConfig, piecewise_sched
 __all__ = ["AutoLRSchedulerConfig", "AutoLRSchedulerProvider", "PiecewiseLRSchedulerConfig"]
 
 
-class PiecewiseLRSchedulerConfig(BaseModel):
+class PiecewiseLRSchedulerConfig(Config):
     """Sets a learning rate that follows phases, one after another."""
-
-    model_config = ConfigDict(extra="forbid")
 
     name: Literal["piecewise"] = "piecewise"
     scheduler: PiecewiseSchedulerConfig = Field(description="Phases, as multipliers of the optimizer's learning rate.")

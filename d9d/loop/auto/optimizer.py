@@ -3,11 +3,12 @@
 from typing import Annotated, Literal, TypeAlias, assert_never
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.utils._foreach_utils import _get_fused_kernels_supported_devices  # pyright: ignore[reportPrivateUsage]
 
+from d9d.core.config import Config
 from d9d.loop.control import InitializeOptimizerStageContext, OptimizerProvider
 from d9d.optim.stochastic import StochasticAdamW
 
@@ -24,10 +25,8 @@ Beta: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
 """Decay rate of a running average, per step."""
 
 
-class StochasticAdamWOptimizerConfig(BaseModel):
+class StochasticAdamWOptimizerConfig(Config):
     """Sets AdamW that writes bfloat16 parameters with stochastic rounding."""
-
-    model_config = ConfigDict(extra="forbid")
 
     name: Literal["stochastic_adamw"] = "stochastic_adamw"
     lr: float = Field(ge=0, description="Learning rate.")
@@ -37,10 +36,8 @@ class StochasticAdamWOptimizerConfig(BaseModel):
     state_dtype: Literal["float32", "bfloat16"] = Field(default="float32", description="Dtype of the two moments.")
 
 
-class AdamWOptimizerConfig(BaseModel):
+class AdamWOptimizerConfig(Config):
     """Sets `torch.optim.AdamW`. Defaults are those of PyTorch."""
-
-    model_config = ConfigDict(extra="forbid")
 
     name: Literal["adamw"] = "adamw"
     lr: float = Field(ge=0, description="Learning rate.")
@@ -51,10 +48,8 @@ class AdamWOptimizerConfig(BaseModel):
     maximize: bool = Field(default=False, description="Step along the gradient instead of against it.")
 
 
-class AdamOptimizerConfig(BaseModel):
+class AdamOptimizerConfig(Config):
     """Sets `torch.optim.Adam`. Defaults are those of PyTorch."""
-
-    model_config = ConfigDict(extra="forbid")
 
     name: Literal["adam"] = "adam"
     lr: float = Field(ge=0, description="Learning rate.")
@@ -66,10 +61,8 @@ class AdamOptimizerConfig(BaseModel):
     maximize: bool = Field(default=False, description="Step along the gradient instead of against it.")
 
 
-class SGDOptimizerConfig(BaseModel):
+class SGDOptimizerConfig(Config):
     """Sets `torch.optim.SGD`. Defaults are those of PyTorch."""
-
-    model_config = ConfigDict(extra="forbid")
 
     name: Literal["sgd"] = "sgd"
     lr: float = Field(ge=0, description="Learning rate.")

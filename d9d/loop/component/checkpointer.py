@@ -174,6 +174,9 @@ class StateCheckpointer:
             yield
         except OSError as error:
             if self._config.on_save_failure == "raise":
+                error.add_note(
+                    "To go on without a checkpoint that cannot be written: checkpointing.on_save_failure: continue."
+                )
                 raise
             self._last_step = 0
             if self._dist_context.is_main_process:

@@ -4,9 +4,10 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Final, Generic, Literal, TypeAlias, TypeVar, cast
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt
+from pydantic import ConfigDict, Field, PositiveInt
 from torch import nn
 
+from d9d.core.config import Config
 from d9d.core.types import TensorSpec
 from d9d.module.base import ModuleLateInit
 from d9d.module.block.head import (
@@ -53,18 +54,18 @@ SINGLE_HEAD_PREFIX: Final = "head."
 """What names of parameters of the head begin with, where there is one. Of several, they begin with ``heads.<name>.``"""
 
 
-class CausalLMHeadConfig(BaseModel):
+class CausalLMHeadConfig(Config):
     """Predicts tokens."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(frozen=True)
 
     kind: Literal["causal_lm"] = "causal_lm"
 
 
-class ClassificationHeadConfig(BaseModel):
+class ClassificationHeadConfig(Config):
     """Scores labels."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(frozen=True)
 
     kind: Literal["classification"] = "classification"
     num_labels: PositiveInt
@@ -73,10 +74,10 @@ class ClassificationHeadConfig(BaseModel):
     """Probability with which a pooled value is dropped in training; by default none is, as in Hugging Face's models."""
 
 
-class EmbeddingHeadConfig(BaseModel):
+class EmbeddingHeadConfig(Config):
     """Gives vectors."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(frozen=True)
 
     kind: Literal["embedding"] = "embedding"
     embedding_dim: PositiveInt | None = None

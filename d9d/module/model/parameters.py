@@ -4,8 +4,9 @@ import abc
 import dataclasses
 from typing import Annotated, Literal, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
 
+from d9d.core.config import Config
 from d9d.module.block.positional import (
     LinearRopeScaling,
     Llama3RopeScaling,
@@ -28,30 +29,30 @@ __all__ = [
 ]
 
 
-class LinearRopeScalingConfig(BaseModel):
+class LinearRopeScalingConfig(Config):
     """See `LinearRopeScaling`."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(frozen=True)
 
     kind: Literal["linear"] = "linear"
     factor: PositiveFloat
     """How many times longer the context becomes."""
 
 
-class NtkRopeScalingConfig(BaseModel):
+class NtkRopeScalingConfig(Config):
     """See `NtkRopeScaling`."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(frozen=True)
 
     kind: Literal["ntk"] = "ntk"
     factor: PositiveFloat
     """How many times longer the context becomes."""
 
 
-class YarnRopeScalingConfig(BaseModel):
+class YarnRopeScalingConfig(Config):
     """See `YarnRopeScaling`."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(frozen=True)
 
     kind: Literal["yarn"] = "yarn"
     factor: PositiveFloat
@@ -68,10 +69,10 @@ class YarnRopeScalingConfig(BaseModel):
     """The same for what that factor is divided by; attention logits are multiplied by the square instead."""
 
 
-class Llama3RopeScalingConfig(BaseModel):
+class Llama3RopeScalingConfig(Config):
     """See `Llama3RopeScaling`."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(frozen=True)
 
     kind: Literal["llama3"] = "llama3"
     factor: PositiveFloat
@@ -130,10 +131,8 @@ class SharedCounts:
     num_experts: int | None = None
 
 
-class DecoderParameters(BaseModel, abc.ABC):
+class DecoderParameters(Config, abc.ABC):
     """Describes a decoder but for its layers, which each model describes itself."""
-
-    model_config = ConfigDict(extra="forbid")
 
     num_hidden_layers: PositiveInt
     """Number of layers of the whole model."""
@@ -159,10 +158,8 @@ class DecoderParameters(BaseModel, abc.ABC):
         """Return what of the model ranks must be able to share evenly."""
 
 
-class GroupedQueryLayerParameters(BaseModel):
+class GroupedQueryLayerParameters(Config):
     """Describes a layer with grouped-query attention but for its feed-forward network."""
-
-    model_config = ConfigDict(extra="forbid")
 
     hidden_size: PositiveInt
     """Size of a token's vector."""

@@ -1,7 +1,6 @@
 """Pattern plans: which submodules a plan names, what it says about each, and whether that can be."""
 
 import dataclasses
-import difflib
 import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -13,7 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from d9d.core.dist_context import DeviceMeshParameters, DistributedContext
-from d9d.core.module_names import collapse_numbers, matches, nearest
+from d9d.core.module_names import collapse_numbers, did_you_mean, matches, nearest
 from d9d.core.protocol import MixesTokens
 from d9d.core.yaml_file import read_yaml
 from d9d.module.parallelism.fused import FusedColwiseParallel
@@ -137,14 +136,18 @@ def read_plan(parallelize: Parallelize) -> Parallelize:
     The file is a mapping of patterns to words, or has it under ``patterns``.
 
     Raises:
-        ValueError: If the file is no such mapping.
-        OSError: If it cannot be read.
+        ValueError: If the file is no such mapping, or cannot be read.
     """
     if not isinstance(parallelize, str | os.PathLike):
         return parallelize
     try:
         content: object = read_yaml(Path(parallelize))
-    except (ValueError, FileNotFoundError) as error:
+    except OSError as error:
+        raise ValueError(
+            f"parallelize: {error}. A text is the path of a YAML file; words belong into a mapping, such as "
+            f"{{'blocks.*': 'shard'}}."
+        ) from error
+    except ValueError as error:
         raise ValueError(f"parallelize: {error}") from error
     if isinstance(content, dict) and isinstance(content.get("patterns"), dict):
         if len(content) > 1:
@@ -156,7 +159,27 @@ def read_plan(parallelize: Parallelize) -> Parallelize:
             f"parallelize: {os.fspath(parallelize)} must map patterns of submodule names to placements, such as "
             f"'blocks.*': shard, at the top or under 'patterns'."
         )
+    nested = [key for key, value in content.items() if isinstance(value, dict)]
+    if nested:
+        raise ValueError(
+            f"parallelize: {os.fspath(parallelize)} has a mapping under {', '.join(map(repr, nested))}. Patterns may be at the "
+            f"top or under 'patterns'.{did_you_mean(nested[0], ['patterns'])}"
+        )
     return content
+
+
+def word_problems(parallelize: object) -> list[str]:
+    """Say which patterns and words of a plan are none, whatever the module."""
+    problems: list[str] = []
+    for pattern, value in parallelize.items() if isinstance(parallelize, Mapping) else ():
+        if not isinstance(pattern, str):
+            problems.append(f"{pattern!r} is no pattern of submodule names, such as 'blocks.*'")
+        if not isinstance(FusedColwiseParallel.parse(value) or value, ParallelStyle) and value not in WORDS:
+            problems.append(
+                f"{pattern!r}: unknown placement {value!r}.{did_you_mean(value, WORDS)} Valid are {', '.join(WORDS)}, "
+                f"colwise_fused(8, 2, 2)"
+            )
+    return problems
 
 
 def resolve_plan(module: nn.Module, plan: ParallelPlan, params: DeviceMeshParameters) -> ResolvedPlan:
@@ -212,18 +235,12 @@ def _choose(
 ) -> tuple[dict[str, Choice], dict[str, Choice], dict[str, Choice], list[str]]:
     """Return placements, splits and what sees the tokens of all ranks, by name, and what is wrong with patterns and words."""
     patterns = plan.parallelize if isinstance(plan.parallelize, Mapping) else {}
-    problems: list[str] = []
+    problems = word_problems(patterns)
     data: dict[str, Choice] = {}
     splits: dict[str, Choice] = {}
     contexts: dict[str, Choice] = {}
     for pattern, value in patterns.items():
         value = FusedColwiseParallel.parse(value) or value
-        if not isinstance(value, ParallelStyle) and value not in WORDS:
-            near = difflib.get_close_matches(str(value), WORDS, n=1)
-            hint = f" (did you mean {near[0]!r}?)" if near else ""
-            problems.append(
-                f"{pattern!r}: unknown placement {value!r}{hint}, valid are {', '.join(WORDS)}, colwise_fused(8, 2, 2)"
-            )
         found = [name for name in modules if _is_named(name, pattern)]
         if not found:
             problems.append(f"{pattern!r} matches no submodule{nearest(pattern, list(modules))}")

@@ -2,7 +2,7 @@
 # parameters are exchanged where torch keeps them, past the checks of nn.Module (torch 2.13)
 # pyright: reportPrivateUsage=false
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 import torch
 from torch import nn
@@ -26,21 +26,36 @@ def parallelize_replicate(module: nn.Module, mesh: DeviceMesh) -> None:
         module: Module to change; on the meta device or with values.
         mesh: Mesh of a domain, or a slice of it.
     """
-
-    def replicate(parameter: nn.Parameter) -> DTensor:
-        return DTensor.from_local(parameter.detach(), mesh, [Replicate()] * mesh.ndim, run_check=False)
-
-    distribute_with_leaves(module, replicate)
+    distribute_with_leaves(module, lambda parameter: _replicated(parameter, mesh))
 
 
-def distribute_with_leaves(module: nn.Module, distribute: Callable[[nn.Parameter], DTensor]) -> None:
+def replicate_numbers(module: nn.Module, mesh: DeviceMesh, ignored: Collection[nn.Parameter]) -> None:
+    """Replicate, as `parallelize_replicate` does, the parameters without a dimension to shard along, such as a temperature.
+
+    Args:
+        module: Module to change; on the meta device or with values.
+        mesh: Mesh of a domain, or a slice of it.
+        ignored: Parameters to leave alone.
+    """
+
+    def distribute(parameter: nn.Parameter) -> DTensor | None:
+        return None if parameter.ndim or parameter in ignored else _replicated(parameter, mesh)
+
+    distribute_with_leaves(module, distribute)
+
+
+def _replicated(parameter: nn.Parameter, mesh: DeviceMesh) -> DTensor:
+    return DTensor.from_local(parameter.detach(), mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
+def distribute_with_leaves(module: nn.Module, distribute: Callable[[nn.Parameter], DTensor | None]) -> None:
     """Exchange the parameters of a module for DTensors with whose local tensors its code computes, in place.
 
     See [Note: compute leaf]. Parameters that are DTensors already stay as they are.
 
     Args:
         module: Module to change; on the meta device or with values.
-        distribute: Returns what a parameter becomes; called once for a parameter that has several places.
+        distribute: Returns what a parameter becomes, or None for one that stays as it is.
     """
     distributed: dict[nn.Parameter, nn.Parameter] = {}
     slots: list[tuple[nn.Module, str]] = []
@@ -48,7 +63,10 @@ def distribute_with_leaves(module: nn.Module, distribute: Callable[[nn.Parameter
         if isinstance(parameter, DTensor):
             continue
         if parameter not in distributed:
-            distributed[parameter] = _with_leaf(parameter, distribute)
+            whole = distribute(parameter)
+            if whole is None:
+                continue
+            distributed[parameter] = _with_leaf(parameter, whole)
         slots.append((owner, name))
         # Through setattr, since some modules keep lists of their parameters (nn.LSTM).
         setattr(owner, name, distributed[parameter])  # introspection: any name
@@ -63,9 +81,9 @@ def replicated_parameters(module: nn.Module) -> set[nn.Parameter]:
     return {parameter for parameter in module.parameters() if has_compute_leaf(parameter)}
 
 
-def _with_leaf(parameter: nn.Parameter, distribute: Callable[[nn.Parameter], DTensor]) -> nn.Parameter:
+def _with_leaf(parameter: nn.Parameter, whole: DTensor) -> nn.Parameter:
     with torch.no_grad():
-        distributed = nn.Parameter(distribute(parameter), requires_grad=parameter.requires_grad)
+        distributed = nn.Parameter(whole, requires_grad=parameter.requires_grad)
     leaf = nn.Parameter(local_tensor(distributed), requires_grad=parameter.requires_grad)
     set_compute_leaf(distributed, leaf)
     return distributed

@@ -19,7 +19,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from d9d.core.fsdp_internals import count_unused_as_zero
-from d9d.module.parallelism.replicate import parallelize_replicate, replicated_parameters
+from d9d.module.parallelism.replicate import parallelize_replicate, replicate_numbers, replicated_parameters
 
 
 def parallelize_fsdp(module: nn.Module, mesh: DeviceMesh, *args: Any, **kwargs: Any) -> None:
@@ -28,7 +28,8 @@ def parallelize_fsdp(module: nn.Module, mesh: DeviceMesh, *args: Any, **kwargs: 
     The module is one FSDP unit: its parameters are gathered before its forward pass and again before its backward
     pass. Those that nested calls have sharded already stay in their own units. FSDP sums gradients over the mesh; the
     gradient manager divides by the loss weight. A parameter that a rank did not use counts there as a zero gradient, also if
-    no rank used it: its optimizer state begins then, and weight decay moves it. Freeze what is never used.
+    no rank used it: its optimizer state begins then, and weight decay moves it. Freeze what is never used. Parameters without
+    dimensions, such as a temperature, are replicated.
 
     Args:
         module: Module to change; on the meta device or with values, which must be equal on all ranks of the mesh.
@@ -44,9 +45,11 @@ def parallelize_fsdp(module: nn.Module, mesh: DeviceMesh, *args: Any, **kwargs: 
             f"parallelize_fsdp shards over one mesh dimension, got {mesh.mesh_dim_names}. "
             f"Pass one of them, or use parallelize_hsdp to replicate over the others."
         )
-    before = set(module.parameters())
     # Any: these are torch's own arguments, passed through.
-    ignored = replicated_parameters(module) | set(kwargs.pop("ignored_params", None) or ())
+    left_alone = set(kwargs.pop("ignored_params", None) or ())
+    replicate_numbers(module, mesh, left_alone)
+    before = set(module.parameters())
+    ignored = replicated_parameters(module) | left_alone
     fully_shard(module, *args, mesh=mesh, ignored_params=ignored or None, **kwargs)
     assert isinstance(module, FSDPModule)  # fully_shard has just made it one
     module.set_gradient_divide_factor(1.0)
@@ -86,6 +89,7 @@ def parallelize_hsdp(
     if mesh.size(names.index(shard_dim)) == 1 and not _lacks_replicas(module, mesh):
         parallelize_replicate(module, mesh)
         return
+    replicate_numbers(module, mesh, set(fsdp_kwargs.get("ignored_params") or ()))
     before = set(module.parameters())
     parallelize_fsdp(module, mesh[shard_dim] if mesh.ndim > 1 else mesh, *fsdp_args, **fsdp_kwargs)
     sharded = [parameter for parameter in module.parameters() if parameter not in before]

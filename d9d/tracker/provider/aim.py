@@ -5,8 +5,9 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
+from d9d.core.config import Config
 from d9d.tracker.base import (
     BaseTracker,
     BaseTrackerRun,
@@ -18,10 +19,8 @@ from d9d.tracker.base import (
 )
 
 
-class AimConfig(BaseModel):
+class AimConfig(Config):
     """Writes to Aim."""
-
-    model_config = ConfigDict(extra="forbid")
 
     provider: Literal["aim"] = "aim"
     repo: str = Field(description="Folder or address of the repository.")

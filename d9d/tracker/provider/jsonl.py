@@ -8,16 +8,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal, Self, TextIO
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
+from d9d.core.config import Config
 from d9d.core.os_errors import reason_of, reworded
 from d9d.tracker.base import BaseTracker, BaseTrackerRun, RunConfig, Scalar, TrackerPoint, TrackerValue
 
 
-class JsonlConfig(BaseModel):
+class JsonlConfig(Config):
     """Appends one JSON object per value to a file."""
-
-    model_config = ConfigDict(extra="forbid")
 
     provider: Literal["jsonl"] = "jsonl"
     path: Path = Field(description="File to append to; several runs may share it. Missing folders are made.")

@@ -5,17 +5,14 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict
-
+from d9d.core.config import Config
 from d9d.tracker.base import BaseTracker, BaseTrackerRun, RunConfig, Scalar, TrackerPoint, TrackerValue
 
 _LOGGER = logging.getLogger("d9d.tracker")
 
 
-class LogConfig(BaseModel):
+class LogConfig(Config):
     """Writes one line per value to the Python logger ``d9d.tracker``, at level INFO."""
-
-    model_config = ConfigDict(extra="forbid")
 
     provider: Literal["log"] = "log"
 

@@ -5,8 +5,9 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
+from d9d.core.config import Config
 from d9d.tracker.base import (
     BaseTracker,
     BaseTrackerRun,
@@ -19,10 +20,8 @@ from d9d.tracker.base import (
 )
 
 
-class MLflowConfig(BaseModel):
+class MLflowConfig(Config):
     """Writes to MLflow."""
-
-    model_config = ConfigDict(extra="forbid")
 
     provider: Literal["mlflow"] = "mlflow"
     experiment: str = Field(description="Experiment of the run; made if it is missing.")

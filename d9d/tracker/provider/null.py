@@ -4,15 +4,12 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict
-
+from d9d.core.config import Config
 from d9d.tracker.base import BaseTracker, BaseTrackerRun, RunConfig, TrackerPoint, TrackerValue
 
 
-class NullConfig(BaseModel):
+class NullConfig(Config):
     """Writes nothing."""
-
-    model_config = ConfigDict(extra="forbid")
 
     provider: Literal["null"] = "null"
 

@@ -6,8 +6,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
+from d9d.core.config import Config
 from d9d.tracker.base import (
     BaseTracker,
     BaseTrackerRun,
@@ -23,10 +24,8 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard.writer import SummaryWriter
 
 
-class TensorboardConfig(BaseModel):
+class TensorboardConfig(Config):
     """Writes TensorBoard event files."""
-
-    model_config = ConfigDict(extra="forbid")
 
     provider: Literal["tensorboard"] = "tensorboard"
     log_dir: Path = Field(description="Folder of runs; each run writes to a folder of its name in it.")

@@ -6,8 +6,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
+from d9d.core.config import Config
 from d9d.tracker.base import (
     BaseTracker,
     BaseTrackerRun,
@@ -20,10 +21,8 @@ from d9d.tracker.base import (
 )
 
 
-class WandbConfig(BaseModel):
+class WandbConfig(Config):
     """Writes to Weights & Biases."""
-
-    model_config = ConfigDict(extra="forbid")
 
     provider: Literal["wandb"] = "wandb"
     project: str = Field(description="Project of the run.")

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import Annotated, Final, Literal, Protocol, TypeAlias, assert_never
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
+from d9d.core.config import Config
 from d9d.kernel.grouped_mm import eager as eager_products
 from d9d.kernel.grouped_mm import nv as nv_products
 from d9d.kernel.grouped_mm import quack as quack_products
@@ -19,34 +20,34 @@ AUTO_GROUPED_MM_VARIABLE: Final = "D9D_BACKEND_AUTO_GROUPED_MM"
 """Environment variable with the kind of implementation for layers that name none, e.g. ``eager``."""
 
 
-class EagerGroupedMmBackendConfig(BaseModel):
+class EagerGroupedMmBackendConfig(Config):
     """One matrix product per expert: runs anywhere, in any dtype; the host waits for the sizes of the groups."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(frozen=True)
 
     kind: Literal["eager"] = "eager"
 
 
-class TorchGroupedMmBackendConfig(BaseModel):
+class TorchGroupedMmBackendConfig(Config):
     """`torch.nn.functional.grouped_mm`: one kernel, of which the host does not know the sizes."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(frozen=True)
 
     kind: Literal["torch"] = "torch"
 
 
-class QuackGroupedMmBackendConfig(BaseModel):
+class QuackGroupedMmBackendConfig(Config):
     """The kernels of the package quack-kernels: 16 bits."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(frozen=True)
 
     kind: Literal["quack"] = "quack"
 
 
-class GroupedGemmBackendConfig(BaseModel):
+class GroupedGemmBackendConfig(Config):
     """The kernels of the package nv-grouped-gemm: bfloat16; the host waits for the sizes of the groups."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(frozen=True)
 
     kind: Literal["grouped_gemm"] = "grouped_gemm"
 

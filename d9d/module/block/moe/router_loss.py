@@ -5,17 +5,18 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from pydantic import BaseModel, ConfigDict, NonNegativeFloat
+from pydantic import ConfigDict, NonNegativeFloat
 
+from d9d.core.config import Config
 from d9d.core.side_loss import attach_side_loss, expect_side_loss
 
 from .router import RoutingResult
 
 
-class RouterLossParameters(BaseModel):
+class RouterLossParameters(Config):
     """Describes what a router is trained for besides the loss of the model."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(frozen=True)
 
     load_balancing: NonNegativeFloat = 0.0
     """Coefficient of the load balancing loss; 0.01 in the paper of Switch Transformers, 1e-4 in that of DeepSeek-V3."""

@@ -3,7 +3,9 @@
 from enum import StrEnum
 
 import torch
-from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt
+from pydantic import ConfigDict, PositiveFloat, PositiveInt
+
+from d9d.core.config import Config
 
 
 class RouterScoring(StrEnum):
@@ -15,7 +17,7 @@ class RouterScoring(StrEnum):
     """Each for itself (DeepSeek-V3)."""
 
 
-class ExpertGroupLimit(BaseModel):
+class ExpertGroupLimit(Config):
     """Lets a token choose experts of its best groups only, so that it travels to few nodes.
 
     Groups are ranges of experts of equal size. One is as good as the sum of its two best scores, biases included.
@@ -24,7 +26,7 @@ class ExpertGroupLimit(BaseModel):
         "DeepSeek-V3", https://arxiv.org/abs/2412.19437, section 2.1.2; the two best are those of its published code.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(frozen=True)
 
     num_groups: PositiveInt
     """G."""
@@ -32,10 +34,10 @@ class ExpertGroupLimit(BaseModel):
     """How many of them a token chooses from."""
 
 
-class RoutingParameters(BaseModel):
+class RoutingParameters(Config):
     """Describes what differs between routers."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(frozen=True)
 
     scoring: RouterScoring = RouterScoring.softmax
     """What scores are."""

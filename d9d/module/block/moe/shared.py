@@ -1,17 +1,18 @@
 """The expert that all tokens visit."""
 
 import torch
-from pydantic import BaseModel, ConfigDict, PositiveInt
+from pydantic import ConfigDict, PositiveInt
 from torch import nn
 
+from d9d.core.config import Config
 from d9d.module.base import ModuleLateInit
 from d9d.module.block.ffn import SwiGLU
 
 
-class SharedExpertParameters(BaseModel):
+class SharedExpertParameters(Config):
     """Describes a shared expert."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(frozen=True)
 
     intermediate_size: PositiveInt
     """Width between its projections."""

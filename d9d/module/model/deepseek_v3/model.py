@@ -2,8 +2,9 @@
 
 from typing import Final
 
-from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
+from d9d.core.config import Config
 from d9d.module.block.attention import MultiHeadLatentAttention
 from d9d.module.block.ffn import SwiGLU
 from d9d.module.block.hidden_states_aggregator import HiddenStatesAggregationMode
@@ -27,10 +28,8 @@ _LATENT_NORM_EPS: Final = 1e-6
 """Of the norms of latent vectors, whatever the others have: so it is in the published code."""
 
 
-class DeepSeekV3LayerParameters(BaseModel):
+class DeepSeekV3LayerParameters(Config):
     """Describes a layer."""
-
-    model_config = ConfigDict(extra="forbid")
 
     hidden_size: PositiveInt
     """Size of a token's vector."""

@@ -147,8 +147,9 @@ def test_an_interrupted_save_keeps_the_old_ones(tmp_path: Path, monkeypatch: pyt
 
     with monkeypatch.context() as patched:
         patched.setattr(Path, "rename", fails)
-        with pytest.raises(OSError, match=r"could not save the checkpoint .*save-2: .*No space"):
+        with pytest.raises(OSError, match=r"could not save the checkpoint .*save-2: .*No space") as error:
             job.train(1)
+    assert "checkpointing.on_save_failure: continue" in error.value.__notes__[0]
     assert saved_steps(tmp_path) == ["save-1", "save-2.partial"]
     again = Job(tmp_path, local(), keep=1)
     assert again.resume() == 1

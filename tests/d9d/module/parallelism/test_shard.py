@@ -32,10 +32,11 @@ class Odd(nn.Module):
         self.second = nn.Linear(3, 1)
         self.third = nn.Linear(1, 5)
         self.unused = nn.Linear(5, 2)
+        self.scale = nn.Parameter(torch.tensor(0.7))  # no dimension to shard along
         self.use_all = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.third(self.second(self.first(x).tanh()).tanh())
+        y = self.third(self.second(self.first(x).tanh()).tanh()) * self.scale
         return self.unused(y) if self.use_all else y
 
 
@@ -135,10 +136,11 @@ def test_placements_are_recorded_on_the_whole_mesh():
     module = build()
     mesh = dense_mesh(data_parallel_replicate=2, data_parallel_shard=2)["dp_replicate", "dp_cp_shard", "cp_replicate"]
     nested_units(module, mesh)
-    expected = (Replicate(), Shard(0), Replicate())
+    sharded, number = (Replicate(), Shard(0), Replicate()), (Replicate(), Replicate(), Replicate())
 
     def check() -> None:
         for parameter in module.parameters():
+            expected = sharded if parameter.ndim else number
             assert (parameter.device_mesh, parameter.placements) == (mesh, expected)
             if parameter.grad is not None:
                 assert (parameter.grad.device_mesh, parameter.grad.placements) == (mesh, expected)
@@ -147,7 +149,7 @@ def test_placements_are_recorded_on_the_whole_mesh():
     synchronizer = run_step(module)
     assert any(parameter.grad is not None for parameter in module.parameters())
     check()
-    assert all(tensor.placements == expected for tensor in module.state_dict().values())
+    assert all(tensor.placements == (sharded if tensor.ndim else number) for tensor in module.state_dict().values())
     # Row by row: 3 rows over 2 shards are 2 and 1, 1 row is 1 and 0, 5 are 3 and 2.
     rows = [module.first.weight, module.second.weight, module.third.weight]
     is_second = dist.get_rank() % 2

@@ -5,9 +5,10 @@ from typing import Annotated, Final, Literal, TypeAlias, assert_never
 
 import torch
 import torch.nn.functional as F
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat
+from pydantic import ConfigDict, Field, PositiveFloat
 from torch import nn
 
+from d9d.core.config import Config
 from d9d.kernel.precision import at_least_fp32
 from d9d.module.base import ModuleLateInit
 
@@ -15,20 +16,20 @@ _RATE_RANGE: Final = (0.01, 16.0)
 """Bounds of new rates of `MambaDecayGate`. Not from zero, as in the first version: its log is not finite."""
 
 
-class LogSigmoidDecayGateParameters(BaseModel):
+class LogSigmoidDecayGateParameters(Config):
     """``logsigmoid(projection(x)) / normalizer``, as in gated linear attention."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(frozen=True)
 
     type: Literal["logsigmoid"] = "logsigmoid"
     normalizer: PositiveFloat
     """The log of the decay is divided by it: larger means a longer memory; 16 is common."""
 
 
-class MambaDecayGateParameters(BaseModel):
+class MambaDecayGateParameters(Config):
     """``-rate * softplus(projection(x) + bias) / normalizer``, as in Mamba 2, with a rate and a bias per head."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(frozen=True)
 
     type: Literal["mamba"] = "mamba"
     normalizer: PositiveFloat

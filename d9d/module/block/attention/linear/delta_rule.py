@@ -25,8 +25,9 @@ from typing import Annotated, Any, Final, Literal, Protocol, TypeAlias, assert_n
 
 import torch
 import torch.nn.functional as F
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field
 
+from d9d.core.config import Config
 from d9d.kernel.optional import import_kernel
 from d9d.kernel.precision import at_least_fp32
 
@@ -34,18 +35,18 @@ CHUNK_SIZE: Final = 64
 """Tokens that are solved for together: more means larger matrix products, but also more of them."""
 
 
-class ChunkedDeltaRuleConfig(BaseModel):
+class ChunkedDeltaRuleConfig(Config):
     """Plain tensor operations in chunks: runs anywhere, in any dtype."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(frozen=True)
 
     kind: Literal["chunked"] = "chunked"
 
 
-class FlaDeltaRuleConfig(BaseModel):
+class FlaDeltaRuleConfig(Config):
     """The kernels of the package flash-linear-attention."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(frozen=True)
 
     kind: Literal["fla"] = "fla"
 

@@ -3,13 +3,15 @@
 from enum import StrEnum
 from typing import Annotated, Literal, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field
+
+from d9d.core.config import Config
 
 
-class EagerSdpaBackendConfig(BaseModel):
+class EagerSdpaBackendConfig(Config):
     """Plain tensor operations: runs anywhere, and holds all attention weights in memory."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(frozen=True)
 
     kind: Literal["eager"] = "eager"
 
@@ -27,10 +29,10 @@ class TorchSdpaBackendType(StrEnum):
     """cuDNN's."""
 
 
-class TorchSdpaBackendConfig(BaseModel):
+class TorchSdpaBackendConfig(Config):
     """`torch.nn.functional.scaled_dot_product_attention`."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(frozen=True)
 
     kind: Literal["torch"] = "torch"
 
@@ -38,18 +40,18 @@ class TorchSdpaBackendConfig(BaseModel):
     """Kernels it may choose from. By default all, since which can run depends on shapes, dtypes and the device."""
 
 
-class FlashAttention2SdpaBackendConfig(BaseModel):
+class FlashAttention2SdpaBackendConfig(Config):
     """The kernels of the package flash-attn: 16 bits, no masks but the causal one and windows, no sinks."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(frozen=True)
 
     kind: Literal["flash_attention_2"] = "flash_attention_2"
 
 
-class FlashAttention4SdpaBackendConfig(BaseModel):
+class FlashAttention4SdpaBackendConfig(Config):
     """The kernels of the package flash-attn-4: 16 bits, no masks but the causal one and windows."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(frozen=True)
 
     kind: Literal["flash_attention_4"] = "flash_attention_4"
 
