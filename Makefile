@@ -20,7 +20,7 @@ TWO_RANKS := OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 2
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-exhaustive faults faults-nightly check docs bench clean
+.PHONY: help demo test test-exhaustive kernels faults faults-nightly check docs bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -40,6 +40,21 @@ test: check ## run the checks and the whole test suite
 
 test-exhaustive: $(INSTALLED) ## run every combination of schedules, ranks and microbatches: some minutes
 	$(PYTEST) -m exhaustive $(PYTEST_ARGS)
+
+# Kernels of other packages, and a torch that has Triton: some GB. The packages' own requirements would build for a GPU. Version 4
+# of flash-attn comes last: version 2 brings an older copy of its files.
+KERNELS := .venv-kernels
+$(KERNELS)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(KERNELS)
+	$(KERNELS)/bin/pip install --quiet $(PIP_ARGS) -c constraints.txt -e ".[dev]" triton einops wheel nvidia-cutlass-dsl==4.8.1
+	FLASH_ATTENTION_SKIP_CUDA_BUILD=TRUE $(KERNELS)/bin/pip install --quiet --no-deps --no-build-isolation flash-attn==2.8.3.post2
+	$(KERNELS)/bin/pip install --quiet --no-deps flash-attn-4==4.0.0b36 quack-kernels==0.6.5 apache-tvm-ffi==0.1.11 torch-c-dlpack-ext \
+		fla-core==0.6.0 flash-linear-attention==0.6.0 cut-cross-entropy==25.1.1
+	@touch $@
+
+kernels: $(KERNELS)/.installed ## run kernels of other packages on the CPU, by Triton's interpreter, against plain paths
+	CUDA_VISIBLE_DEVICES= TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(KERNELS)/bin/python -m pytest $(PYTEST_ARGS) tests/d9d/kernel \
+		tests/d9d/module/block/test_fused_kernels.py tests/d9d/module/block/test_optional_kernels.py
 
 faults: $(INSTALLED) ## kill, fill disks and damage files: all injections
 	$(PYTEST) tests/faults -m "not faults_nightly" --durations 0 $(PYTEST_ARGS)
@@ -70,5 +85,5 @@ bench: $(INSTALLED) ## run the benchmarks, some minutes on a quiet machine (figu
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 4 -m tests.benchmarks.pipeline --stage sleep --rounds 5
 
 clean: ## remove .venv, caches and what was built (runs/ stays)
-	rm -rf $(VENV) build dist site *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(KERNELS) build dist site *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find d9d d9d_lightning tests examples docs -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -8,7 +8,7 @@ from d9d.core.autograd import GradDirection
 from d9d.kernel.optional import import_kernel
 
 from . import eager
-from .operands import matrices_of, with_gradient_in
+from .operands import matrices_of, with_gradient_in, with_plain_strides
 
 
 def load_kernel() -> Callable[..., torch.Tensor]:
@@ -41,7 +41,8 @@ def multiply(
     """
     if x.shape[0] == 0:
         return eager.multiply(x, weight.mT if is_transposed else weight, host_counts.tolist())
-    return kernel(x, weight, host_counts.to(torch.int64), trans_b=is_transposed)
+    # The kernel refuses other strides.
+    return kernel(with_plain_strides(x), weight.contiguous(), host_counts.to(torch.int64), trans_b=is_transposed)
 
 
 def grouped_mm(
@@ -56,20 +57,10 @@ def grouped_mm(
 
     Blocks the host until the sizes are known.
 
-    Shapes:
-        As of `d9d.kernel.grouped_mm.eager.grouped_mm`.
-
-    Args:
-        a: Rows, in the order of groups.
-        b: One matrix per group.
-        batch_sizes: How many rows each group has, ``(E,)`` integers on any device; zeros are allowed.
-        a_grad_direction: What the gradient of `a` is for; see there.
-        b_grad_direction: The same for `b`.
-        trans_b: Whether matrices are transposed.
+    Arguments, shapes and further errors are those of `d9d.kernel.grouped_mm.eager.grouped_mm`.
 
     Raises:
         ImportError: If the package is not installed, but on the CPU.
-        ValueError: If shapes or sizes do not fit.
     """
     if a.device.type == "cpu":
         return eager.grouped_mm(a, b, batch_sizes, a_grad_direction, b_grad_direction, trans_b)

@@ -93,20 +93,10 @@ def grouped_mm(
 ) -> torch.Tensor:
     """Multiply the rows of each group with its matrix: by the kernel, or on the CPU one by one.
 
-    Shapes:
-        As of `d9d.kernel.grouped_mm.eager.grouped_mm`.
-
-    Args:
-        a: Rows, in the order of groups.
-        b: One matrix per group.
-        batch_sizes: How many rows each group has, ``(E,)`` integers on any device; zeros are allowed.
-        a_grad_direction: What the gradient of `a` is for; see there.
-        b_grad_direction: The same for `b`.
-        trans_b: Whether matrices are transposed.
+    Arguments, shapes and further errors are those of `d9d.kernel.grouped_mm.eager.grouped_mm`.
 
     Raises:
         ImportError: If the package is not installed, but on the CPU.
-        ValueError: If shapes or sizes do not fit.
     """
     if a.device.type == "cpu":
         return eager.grouped_mm(a, b, batch_sizes, a_grad_direction, b_grad_direction, trans_b)

@@ -77,19 +77,7 @@ def grouped_mm(
 
     The second blocks the host until the sizes are known.
 
-    Shapes:
-        As of `d9d.kernel.grouped_mm.eager.grouped_mm`.
-
-    Args:
-        a: Rows, in the order of groups.
-        b: One matrix per group.
-        batch_sizes: How many rows each group has, ``(E,)`` integers on any device; zeros are allowed.
-        a_grad_direction: What the gradient of `a` is for; see there.
-        b_grad_direction: The same for `b`.
-        trans_b: Whether matrices are transposed.
-
-    Raises:
-        ValueError: If shapes or sizes do not fit.
+    Arguments, shapes and errors are those of `d9d.kernel.grouped_mm.eager.grouped_mm`.
     """
     weight = matrices_of(a, b, batch_sizes, trans_b)
     if a.dtype != b.dtype or refusal(a.dtype, *weight.shape[1:]) is not None:

@@ -1,16 +1,24 @@
 """Calls of kernels of other packages, which need devices that tests have not: stand-ins with the signatures of the packages.
 
-They show that arguments, layouts and gradients are what the packages ask for, and not that the kernels compute it: no kernel has
-run here. Signatures are those of the code of flash-attn-4 4.0.0b36, flash-linear-attention 0.6.0 and quack-kernels 0.6.5, and of
-the documentation of flash-attn 2 and nv-grouped-gemm.
+They show that arguments, layouts and gradients are what the packages ask for, and not that the kernels compute it; that is what
+`test_fused_kernels` is for. Signatures and demands are those of the code of flash-attn 2.8.3, flash-attn-4 4.0.0b36,
+flash-linear-attention 0.6.0, quack-kernels 0.6.5 and nv-grouped-gemm 1.1.4; where a package is installed, they are compared with
+its files.
 """
 
+import ast
+import importlib.util
+import inspect
+import math
 import sys
+from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 
+from d9d.kernel.grouped_mm import eager, nv
 from d9d.module.block.attention.linear import FlaDeltaRuleConfig, GatedDeltaNet, MambaDecayGateParameters
 from d9d.module.block.attention.linear.delta_rule import build_delta_rule
 from d9d.module.block.attention.sdpa import (
@@ -76,6 +84,7 @@ def flash_attn_func_2(
     return_attn_probs=False,
 ):
     assert q.shape[-1] == k.shape[-1] == v.shape[-1]
+    assert k.shape == v.shape
     return attention(q, k, v, softmax_scale, causal, [None if size == -1 else size for size in window_size])
 
 
@@ -99,6 +108,7 @@ def states(*shape: int) -> torch.Tensor:
     return torch.randn(shape, dtype=torch.float64, generator=generator).requires_grad_()
 
 
+@pytest.mark.parametrize("value_dim", [4, 8])
 @pytest.mark.parametrize("window", [(None, None), (2, None), (2, 1)])
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize(
@@ -115,11 +125,12 @@ def test_attention(
     num_sinks: int | None,
     is_causal: bool,
     window: tuple[int | None, int | None],
+    value_dim: int,
 ):
     install(monkeypatch, "flash_attn.cute", flash_attn_func=flash_attn_func_4)
     vars(sys.modules["flash_attn"])["flash_attn_func"] = flash_attn_func_2
     params = SdpaParameters(num_sinks=num_sinks, window_size=window)
-    q, k, v = states(2, 4, 5, 6), states(2, 2, 7, 6), states(2, 2, 7, 4)
+    q, k, v = states(2, 4, 5, 6), states(2, 2, 7, 6), states(2, 2, 7, value_dim)
     results = []
     for each in (config, EagerSdpaBackendConfig()):
         backend = build_sdpa_backend(params, each)
@@ -144,10 +155,33 @@ def test_what_the_kernels_of_attention_can_not_do(monkeypatch: pytest.MonkeyPatc
             backend(x, x, x, torch.ones(1, 1, 3, 3, dtype=torch.bool), True, 1.0)
 
 
-def gmm(a, b, batch_sizes, trans_a=False, trans_b=False):
+def test_windows_that_flash_attention_2_would_leave_out(monkeypatch: pytest.MonkeyPatch):
+    """Its kernels in Triton do not look at them."""
+    install(monkeypatch, "flash_attn", flash_attn_func=flash_attn_func_2)
+    monkeypatch.setenv("FLASH_ATTENTION_TRITON_AMD_ENABLE", "TRUE")
+    with pytest.raises(NotImplementedError, match=r"leaves out the window \(2, None\)"):
+        build_sdpa_backend(SdpaParameters(num_sinks=None, window_size=(2, None)), FlashAttention2SdpaBackendConfig())
+    build_sdpa_backend(SdpaParameters(num_sinks=None), FlashAttention2SdpaBackendConfig())
+
+
+def test_sinks_of_flash_attention_4_keep_their_precision(monkeypatch: pytest.MonkeyPatch):
+    install(monkeypatch, "flash_attn.cute", flash_attn_func=flash_attn_func_4)
+    x = torch.zeros(1, 1, 1, 8, dtype=torch.bfloat16)
+    backend = build_sdpa_backend(SdpaParameters(num_sinks=1), FlashAttention4SdpaBackendConfig())
+    backend.sinks.logits.data.fill_(9.97)  # 9.9375 or 10 in bf16
+    # One key with a logit of 0 beside the sink.
+    output = backend(x, x, torch.ones_like(x), None, True, 1.0).float()
+    torch.testing.assert_close(output, torch.full((1, 1, 1, 8), 1 / (1 + math.exp(9.97))), rtol=2**-8, atol=0)
+
+
+def gmm(a, b, batch_sizes, trans_b=False):
     assert batch_sizes.dtype == torch.int64
     assert batch_sizes.device.type == "cpu"
-    return torch.cat([rows @ matrix for rows, matrix in zip(a.split(batch_sizes.tolist()), b, strict=True)])
+    assert batch_sizes.any()
+    assert a.is_contiguous()
+    assert b.is_contiguous()
+    matrices = b.mT if trans_b else b
+    return torch.cat([rows @ matrix for rows, matrix in zip(a.split(batch_sizes.tolist()), matrices, strict=True)])
 
 
 def gemm(A, B, out=None, bias=None, alpha=1.0, *, cu_seqlens_m=None, cu_seqlens_k=None):
@@ -174,6 +208,14 @@ def test_grouped_products(monkeypatch: pytest.MonkeyPatch, config: AnyGroupedMmB
         output = build_grouped_mm_backend(params, each)(x, weight, ExpertTokenGroups(torch.tensor(counts)))
         results.append((output, *torch.autograd.grad(output.sum(), (x, weight))))  # the gradient of a sum is expanded
     torch.testing.assert_close(*results, **FP64)
+
+
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_products_of_other_strides(is_transposed: bool):
+    """Which the kernel of nv-grouped-gemm refuses."""
+    x, weight = states(5, 8).T, states(2, 3, 5) if is_transposed else states(2, 3, 5).mT
+    product = nv.multiply(gmm, x, weight, torch.tensor([6, 2]), is_transposed)
+    torch.testing.assert_close(product, eager.multiply(x, weight.mT if is_transposed else weight, [6, 2]), **FP64)
 
 
 def chunk_gated_delta_rule(
@@ -213,3 +255,36 @@ def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "fla.ops.gated_delta_rule", None)
     with pytest.raises(ImportError, match=r'"pip install flash-linear-attention", or use the kind chunked'):
         build_delta_rule(FlaDeltaRuleConfig())
+
+
+STAND_INS: list[tuple[Callable[..., object], str, str]] = [
+    (flash_attn_func_2, "flash_attn.flash_attn_interface", "flash_attn_func"),
+    (flash_attn_func_4, "flash_attn.cute.interface", "flash_attn_func"),
+    (gmm, "grouped_gemm.ops", "gmm"),
+    (gemm, "quack.gemm_interface", "gemm"),
+    (chunk_gated_delta_rule, "fla.ops.gated_delta_rule.chunk", "chunk_gated_delta_rule"),
+]
+
+
+@pytest.mark.parametrize(("stand_in", "module", "name"), STAND_INS, ids=[module for _, module, _ in STAND_INS])
+def test_stand_ins_have_the_parameters_of_the_packages(stand_in: Callable[..., object], module: str, name: str):
+    """By reading their files: most can not be imported without a device."""
+    package, *path = module.split(".")
+    spec = importlib.util.find_spec(package)
+    files = [Path(folder, *path).with_suffix(".py") for folder in (spec and spec.submodule_search_locations) or ()]
+    source = next((file.read_text(encoding="utf-8") for file in files if file.exists()), None)
+    if source is None:
+        pytest.skip(f"{module} is not installed")
+    definition = next(
+        node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef) and node.name == name
+    )
+    theirs = definition.args.args + definition.args.kwonlyargs
+    defaults = [
+        ast.unparse(value) if value else "None" for value in definition.args.defaults + definition.args.kw_defaults
+    ]
+    theirs_by_name = dict(zip((each.arg for each in theirs[::-1]), defaults[::-1], strict=False))
+    for index, parameter in enumerate(inspect.signature(stand_in).parameters.values()):
+        if parameter.default is not parameter.empty:
+            assert theirs_by_name[parameter.name] == repr(parameter.default)
+        elif parameter.name not in theirs_by_name:
+            assert theirs[index].arg == parameter.name

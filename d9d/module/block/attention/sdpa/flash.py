@@ -4,8 +4,9 @@ Both put the last query at the position of the last key, and give zeros to queri
 compute in 16 bits and take no masks.
 """
 
+import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +18,8 @@ from .parameters import AttentionSinks, SdpaParameters, num_groups
 
 _AnyKernel = Callable[..., Any]
 """A function of a package that has no types."""
+_TRITON_VARIABLE: Final = "FLASH_ATTENTION_TRITON_AMD_ENABLE"
+"""Environment variable by which flash-attn takes kernels that are written in Triton."""
 
 
 class FlashAttention2SdpaBackend(nn.Module):
@@ -27,7 +30,8 @@ class FlashAttention2SdpaBackend(nn.Module):
 
     Raises:
         ImportError: If the package is not installed.
-        NotImplementedError: If the layer has sinks, or passes masks.
+        NotImplementedError: If the layer has sinks, or passes masks; or if it has a window, and the package is told to compute
+            by Triton.
     """
 
     context_parallel_degree: int = 1
@@ -39,6 +43,11 @@ class FlashAttention2SdpaBackend(nn.Module):
         if params.num_sinks is not None:
             raise NotImplementedError(
                 "the attention kind flash_attention_2 has no sinks. Use flash_attention_4, or torch."
+            )
+        if params.window_size != (None, None) and os.environ.get(_TRITON_VARIABLE) == "TRUE":
+            raise NotImplementedError(
+                f"flash-attn computes by Triton ({_TRITON_VARIABLE}=TRUE), and leaves out the window {params.window_size} "
+                "without a word then (2.8.3). Use the attention kind torch, or no window."
             )
         kernels = import_kernel("the attention kind flash_attention_2", "flash_attn", "flash-attn", "torch")
         self._kernel: _AnyKernel = kernels.flash_attn_func
@@ -57,11 +66,12 @@ class FlashAttention2SdpaBackend(nn.Module):
         _refuse_masks("flash_attention_2", attention_mask is not None)
         num_groups(query_states, key_states)
         value_dim = value_states.shape[-1]
-        # The kernel wants values as wide as keys.
-        values = F.pad(value_states, (0, query_states.shape[-1] - value_dim))
+        # The kernel wants one size; zeros change neither products nor sums.
+        size = max(query_states.shape[-1], value_dim)
+        padded = (F.pad(states, (0, size - states.shape[-1])) for states in (query_states, key_states, value_states))
         window = tuple(-1 if size is None else size for size in self.window_size)
         output = self._kernel(
-            *(states.transpose(-3, -2) for states in (query_states, key_states, values)),  # (B, T, H, D)
+            *(states.transpose(-3, -2) for states in padded),  # (B, T, H, D)
             softmax_scale=scale,
             causal=is_causal,
             window_size=window,
@@ -103,7 +113,8 @@ class FlashAttention4SdpaBackend(nn.Module):
         """Compute attention; arguments, shapes and errors as in `SdpaBackend`."""
         _refuse_masks("flash_attention_4", attention_mask is not None)
         num_groups(query_states, key_states)
-        sinks = None if self.sinks is None else self.sinks(query_states.shape[-3]).to(query_states.dtype)
+        # In a dtype of their own, which may be finer than that of the states.
+        sinks = None if self.sinks is None else self.sinks(query_states.shape[-3])
         output, _ = self._kernel(
             *(states.transpose(-3, -2) for states in (query_states, key_states, value_states)),  # (B, T, H, D)
             softmax_scale=scale,

@@ -5,7 +5,7 @@
 The kernels know no sinks, but a sink is a key of its own with a zero value. All queries of a head must have the same
 logit with it: heads get further dimensions, in which queries are one, keys are zero, and the sink's key is the sink's
 logit (over the scale). That logit stands in two dimensions, as a rounded value and what rounding left, so that 16-bit
-states do not cut it short. The sink's key stands last, and a mask lets all queries see it.
+states do not cut it short. The sink's key stands last, and a mask lets all queries see it. Values are filled up with zeros.
 """
 
 import contextlib
@@ -57,7 +57,7 @@ class TorchSdpaBackend(nn.Module):
         scale: float,
     ) -> torch.Tensor:
         """Compute attention; arguments, shapes and errors as in `SdpaBackend`."""
-        groups = num_groups(query_states, key_states)
+        groups, value_dim = num_groups(query_states, key_states), value_states.shape[-1]
         num_queries, num_keys = query_states.shape[-2], key_states.shape[-2]
         # Torch's own causal mask needs no memory, and lets fast kernels run.
         is_plain_causal = (
@@ -79,7 +79,7 @@ class TorchSdpaBackend(nn.Module):
         if mask is not None and mask.dtype != torch.bool:
             mask = mask.to(query_states.dtype)
         with contextlib.nullcontext() if self._kernels is None else sdpa_kernel(self._kernels):
-            return F.scaled_dot_product_attention(
+            output = F.scaled_dot_product_attention(
                 query_states,
                 key_states,
                 value_states,
@@ -88,6 +88,7 @@ class TorchSdpaBackend(nn.Module):
                 scale=scale,
                 enable_gqa=groups > 1,
             )
+        return output[..., :value_dim]
 
 
 def _with_sinks(
@@ -105,5 +106,7 @@ def _with_sinks(
     sink_key = F.pad(torch.stack((rounded, rest), -1), (head_dim, num_added - 2))  # (Hq, D + added)
     sink_keys = sink_key.view(1, num_heads, 1, -1).expand(batch, -1, -1, -1)
     keys = F.pad(key_states.repeat_interleave(groups, dim=-3), (0, num_added))
-    values = value_states.repeat_interleave(groups, dim=-3)
-    return queries, torch.cat((keys, sink_keys), -2), F.pad(values, (0, 0, 0, 1))
+    # Some kernels want values as wide as keys.
+    num_added_to_values = max(0, queries.shape[-1] - value_states.shape[-1])
+    values = F.pad(value_states.repeat_interleave(groups, dim=-3), (0, num_added_to_values, 0, 1))
+    return queries, torch.cat((keys, sink_keys), -2), values
