@@ -34,7 +34,7 @@ from d9d.module.parallelism.plan import Parallelize, ParallelPlan
 from d9d_lightning.checkpoints.restore import load_model_state, load_optimizer_states
 from d9d_lightning.checkpoints.stage_optimizers import StageCut, check_optimizers, set_up_together
 from d9d_lightning.checkpoints.store import CheckpointStore
-from d9d_lightning.checkpoints.trainer_checks import check_checkpoints, plugin_problems
+from d9d_lightning.checkpoints.trainer_checks import plugin_problems
 from d9d_lightning.checkpoints.whole import collect_model_state
 from d9d_lightning.collectives import all_gather_stacked, decide_together, reduce_over
 from d9d_lightning.gradients.loss_weights import with_announced_loss
@@ -314,7 +314,7 @@ class D9DStrategy(ParallelStrategy):
             note_loss=self.nonfinite_steps.note_loss,
         )
         if is_fitting:
-            check_checkpoints(trainer, module, self._context, self._checkpoint_io)
+            self._checkpoints.begin_fit(trainer, module, self._checkpoint_io)
             set_up_together(partial(self.setup_optimizers, trainer), self._cut)
             check_optimizers(module, self.optimizers, self._cut)
         self.setup_precision_plugin()
@@ -340,7 +340,7 @@ class D9DStrategy(ParallelStrategy):
 
     @override
     def teardown(self) -> None:
-        self._checkpoints.wait()
+        self._checkpoints.end()
         if self._failure is not None:
             self._failure.leave()
         if self._run is not None:

@@ -4,6 +4,11 @@
 Each rank asks Lightning which checkpoint it resumes from, and each may see another state of a shared disk. Ranks with a path
 load it before the strategy is set up. So loading begins with an exchange of paths, and so does the set-up of a rank that has
 loaded nothing: ranks that disagree meet there.
+
+[Note: one fit at a time]
+A fit holds a lock of each folder that its callbacks save to, until it is over: another one would give its checkpoints the same
+names, and each would remove those of the other. Whoever only reads takes none. The lock is waited for: when a job is killed, its
+data loaders need some seconds to notice.
 """
 
 # Lightning shares these with its own strategies only
@@ -21,20 +26,21 @@ import torch.distributed as dist
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerStatus
 from torch.optim import Optimizer
 
 from d9d.checkpoint import CheckpointPath, CheckpointSaver, Document, verify_checkpoint
 from d9d.checkpoint.inspection import is_checkpoint
 from d9d.core.device import random_state, set_random_state
+from d9d.core.directory_lock import DirectoryLock
 from d9d.core.dist_context import DistributedContext
 from d9d.core.participants import Participants
 from d9d.pipelining.p2p import close_group
 from d9d_lightning.checkpoints.contents import Checkpoint, checkpoint_from, state_to_save
 from d9d_lightning.checkpoints.saved_tensors import SavedFiles
 from d9d_lightning.checkpoints.stage_optimizers import StageCut, named_groups
-from d9d_lightning.checkpoints.trainer_checks import check_storable, local_path, saves_in_background
+from d9d_lightning.checkpoints.trainer_checks import check_checkpoints, check_storable, local_path, saves_in_background
 from d9d_lightning.data.loader_states import gather_loader_states
 from d9d_lightning.jobs.failures import RunFailure
 
@@ -46,6 +52,8 @@ _TIMEOUT_S = 1800.0
 """Time limit of what ranks exchange about a checkpoint: one of them may write or hash for long."""
 _LIMIT_AFTER_FAILURE_S = 5.0
 """Time that a checkpoint in the background has left when the run fails for another reason."""
+_LOCK_NAME = ".lock"
+_LOCK_WAIT_S = 15.0
 _RANDOM, _MESH = "random_states", "mesh"
 _NUM_SHOWN = 20
 
@@ -68,6 +76,7 @@ class CheckpointStore:
         self._to_remove: list[Path] = []
         self._random_state: Mapping[str, torch.Tensor] | None = None
         self._has_agreed = False
+        self._locks = contextlib.ExitStack()
 
     def begin(self, device: torch.device, plugin: CheckpointIO | None) -> None:
         """Begin a run.
@@ -102,6 +111,37 @@ class CheckpointStore:
         return self._failure is not None and self._failure.is_alone  # See [Note: failing alone].
 
     # Saving
+
+    def begin_fit(self, trainer: Trainer, module: LightningModule, plugin: CheckpointIO | None) -> None:
+        """Find what keeps callbacks from saving, and keep other fits from their folders. See [Note: one fit at a time].
+
+        All ranks must call it.
+
+        Raises:
+            OSError, TypeError, ValueError: On all ranks: another fit saves to such a folder, or see `check_checkpoints`.
+        """
+        folders = check_checkpoints(trainer, module, self._context, plugin)
+        # Over groups without the limit of a step: another job may just be ending.
+        with self._in_foreground().failing_together():
+            for folder in folders if self.is_first else ():
+                self._lock(folder)
+
+    def _lock(self, folder: Path) -> None:
+        if not folder.is_dir():
+            folder.mkdir(parents=True)
+            self._locks.callback(_remove_if_empty, folder)
+        mend = "Wait for its end, or let this one save elsewhere (ModelCheckpoint(dirpath=...))."
+        what = f"another fit that saves checkpoints to {folder}"
+        self._locks.callback(DirectoryLock(folder / _LOCK_NAME, what, mend, wait_s=_LOCK_WAIT_S).release)
+
+    def end(self) -> None:
+        """Wait for the checkpoint that is being written, and let others save to the folders of a fit. Not collective.
+
+        Raises:
+            OSError, RuntimeError: If it could not be written.
+        """
+        with self._locks:
+            self.wait()
 
     def save(
         self,
@@ -350,6 +390,12 @@ def _find_folder(path: str | Path) -> bool:
     if not Path(local).exists():
         raise FileNotFoundError(f"there is no checkpoint {local}")
     return Path(local).is_dir()
+
+
+def _remove_if_empty(folder: Path) -> None:
+    """Leave nothing behind where no checkpoint was saved."""
+    with contextlib.suppress(OSError):
+        folder.rmdir()
 
 
 def _damage(folder: Path, problems: Sequence[str]) -> str:

@@ -39,7 +39,7 @@ def plugin_problems(plugin: CheckpointIO | None) -> list[str]:
 
 def check_checkpoints(
     trainer: Trainer, module: LightningModule, context: DistributedContext | None, plugin: CheckpointIO | None
-) -> None:
+) -> list[Path]:
     """Refuse to train where checkpoints of callbacks could not be saved. All ranks must call it.
 
     Args:
@@ -48,32 +48,38 @@ def check_checkpoints(
         context: Ranks of the job; None on one process.
         plugin: What the user has given the Trainer.
 
+    Returns:
+        The folders that callbacks save to, each once.
+
     Raises:
         OSError, TypeError, ValueError: On all ranks, with how to mend it.
     """
     callbacks = trainer.checkpoint_callbacks
     # Lightning sets it where a type checker does not look.
     if not callbacks or vars(trainer).get("fast_dev_run"):
-        return
+        return []
     participants = Participants([] if context is None else [context.groups[0]])
+    folders: dict[Path, None] = {}
     with participants.failing_together():
         check_storable({module.CHECKPOINT_HYPER_PARAMS_KEY: dict(module.hparams)})
         for callback in callbacks:
-            _check_callback(callback, is_first=participants.rank == 0, in_background=saves_in_background(plugin))
+            folder = _check_callback(callback, in_background=saves_in_background(plugin))
+            if folder is not None:
+                folders[folder.resolve()] = None
+                if participants.rank == 0:
+                    _check_writable(folder)
+    return list(folders)
 
 
-def _check_callback(callback: Checkpoint, *, is_first: bool, in_background: bool) -> None:
+def _check_callback(callback: Checkpoint, *, in_background: bool) -> Path | None:
+    """Return the folder that a callback saves to, if it has one."""
     if in_background and isinstance(callback, ModelCheckpoint) and callback.save_last == "link":
         raise ValueError(
             "ModelCheckpoint(save_last='link') with AsyncCheckpointIO: for a while the link would lead to a checkpoint that is "
             "not written yet. Use save_last=True, or save in the foreground."
         )
     folder = vars(callback).get("dirpath")
-    if folder is None:
-        return
-    path = local_path(folder)
-    if is_first:
-        _check_writable(path)
+    return None if folder is None else local_path(folder)
 
 
 def _check_writable(path: Path) -> None:

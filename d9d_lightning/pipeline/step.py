@@ -75,6 +75,7 @@ class PipelineSteps:
         num_microbatches: int,
         loss_weights: LossWeights,
         seed: int,
+        end_step: Callable[[], None],
     ) -> None:
         """Prepare for the steps of a run of the Trainer. All ranks of the pipeline must call it.
 
@@ -85,6 +86,7 @@ class PipelineSteps:
             num_microbatches: Parts that each batch is cut into.
             loss_weights: Of this rank.
             seed: For the random numbers that steps draw; the same on all ranks of a pipeline.
+            end_step: Called when logs are replayed, ahead of what ranks exchange about gradients.
         """
         self._trainer = trainer
         self._module = module
@@ -92,6 +94,7 @@ class PipelineSteps:
         self._num_microbatches = num_microbatches
         self._loss_weights = loss_weights
         self._seed = seed
+        self._end_step = end_step
         self._num_evaluations = 0
         self._recorder = LogRecorder(module)
         self._logs = LogExchange(module, pipeline.group, pipeline.last_rank, pipeline.device)
@@ -228,6 +231,7 @@ class PipelineSteps:
                 own = self._recorder.take()
         entries, values = self._logs.share(own, values)
         replay(self._module, entries)
+        self._end_step()
         return values
 
     def end_evaluation(self) -> None:

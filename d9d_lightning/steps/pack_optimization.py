@@ -177,6 +177,7 @@ class PackOptimization(_AutomaticOptimization):
         around_backward: Callable[[torch.Tensor], contextlib.AbstractContextManager[None]],
         own_backward: object,
         note_loss: Callable[[torch.Tensor], None],
+        end_step: Callable[[], None],
     ) -> None:
         """Go on with the counters of the loop that is there.
 
@@ -193,6 +194,7 @@ class PackOptimization(_AutomaticOptimization):
             around_backward: Lets the backward pass inside, of a loss, leave the gradients as hooks expect them.
             own_backward: `D9DStrategy.backward`, unless a class has its own.
             note_loss: Is told the loss of each step of a pipeline.
+            end_step: Called when the logs of the microbatches of a batch are replayed, without a pipeline.
         """
         super().__init__(trainer)
         replaced = trainer.fit_loop.epoch_loop.automatic_optimization
@@ -209,6 +211,7 @@ class PackOptimization(_AutomaticOptimization):
         self._around_backward = around_backward
         self._own_backward = own_backward
         self._note_loss = note_loss
+        self._end_step = end_step
         self._recorder = LogRecorder(module)
         self._waiting: list[StepArguments] = []
         self._has_warned = False
@@ -268,6 +271,7 @@ class PackOptimization(_AutomaticOptimization):
                     output = _detached(output)
                 outputs.append(output)
             replay(self._module, self._recorder.take())
+        self._end_step()
         if outputs[0] is None:
             _PackClosure.warning_cache.warn(_SKIPPED)
             self._skip_batch()

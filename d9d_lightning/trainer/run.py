@@ -27,6 +27,7 @@ from d9d_lightning.gradients.loss_weights import LossWeights
 from d9d_lightning.jobs.batch_agreement import BatchAgreement
 from d9d_lightning.jobs.signals import AgreedSignals
 from d9d_lightning.logs.advice import silence_sync_advice
+from d9d_lightning.logs.agreement import LogAgreement
 from d9d_lightning.metrics.install import install_metric_sync
 from d9d_lightning.metrics.step_calls import follow_metrics, release_metrics
 from d9d_lightning.options.strategy_options import StrategyOptions
@@ -93,6 +94,8 @@ class TrainerRun:
         self._uneven_batches: UnevenBatches | None = None
         self._correction: float | torch.Tensor = 1.0
         self._batches = None if context is None else BatchAgreement(context)
+        group = None if context is None else context.replica_group
+        self._logs = None if group is None else LogAgreement(trainer, group)
         loss_weights = LossWeights(None if context is None else context.replica_group, device)
         pipeline = pipeline_of(module)
         self._pipeline_steps = None
@@ -104,6 +107,7 @@ class TrainerRun:
                 num_microbatches=num_microbatches,
                 loss_weights=loss_weights,
                 seed=_agreed_seed() + replica,
+                end_step=self._end_step,
             )
         # Behind the pipeline, which says who updates metrics.
         self.sync_new_metrics()
@@ -122,6 +126,7 @@ class TrainerRun:
             around_backward=self.around_backward,
             own_backward=own_backward,
             note_loss=note_loss,
+            end_step=self._end_step,
         )
         # Last: what fails above leaves the Trainer as it was.
         self._signals = AgreedSignals.install(trainer, context)
@@ -240,10 +245,19 @@ class TrainerRun:
         self._note_step()
         with fsdp.inside_step():
             yield
+        if self._num_microbatches == 1:
+            self._end_step()
+
+    def _end_step(self) -> None:
+        """Compare what a step has logged, behind the last microbatch of its batch."""
+        if self._logs is not None:
+            self._logs.end_step()
 
     def around_backward(self, loss: torch.Tensor) -> AbstractContextManager[None]:
         """Leave the gradients as hooks expect them: the mean over all ranks and, behind the last pass, the window."""
         self._note_loss(loss)
+        if self._logs is not None and not self._module.automatic_optimization:
+            self._logs.before_backward()
         is_plain = self._gradients is None and isinstance(self._correction, float) and self._correction == 1.0
         return _NOTHING if is_plain else self._finishing_gradients(loss)
 
@@ -307,9 +321,11 @@ class TrainerRun:
             args: What it is called with, the batch first.
             run: Runs it on this rank, without a pipeline.
         """
-        if self._pipeline_steps is None:
-            return run(*args)
-        return self._pipeline_steps.evaluate(name, StepArguments(args[0], args[1:]))
+        if self._pipeline_steps is not None:
+            return self._pipeline_steps.evaluate(name, StepArguments(args[0], args[1:]))
+        output = run(*args)
+        self._end_step()
+        return output
 
     def sync_new_metrics(self) -> None:
         """Let metrics that were made since gather over the mesh, and microbatches. No communication."""
@@ -345,12 +361,15 @@ class TrainerRun:
 
         Raises:
             RuntimeError: Ranks have different numbers of batches, and the group is not that of the data-parallel ranks.
+            ValueError: On all ranks, if they have logged different keys; see [Note: who logs what].
         """
         peers = None
         if self._context is not None and self._uneven_batches is not None:
             if group is not self._context.replica_group:
                 self._uneven_batches.refuse("sync_dist_group")
             peers = self._uneven_batches.peers()
+        if self._logs is not None and self._context is not None and group is self._context.replica_group:
+            self._logs.before_reduction()
         return reduce_over(tensor, group, operation, peers)
 
     def all_gather(self, tensor: torch.Tensor, group: dist.ProcessGroup, *, has_gradient: bool) -> torch.Tensor:

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from d9d.checkpoint import CheckpointFolder, CheckpointSaver, Document, find_checkpoint, load_state, verify_checkpoint
+from d9d.checkpoint.record import RECORD_NAME
 from d9d.core.participants import Participants
 
 LOGGER = logging.getLogger("test")
@@ -245,6 +246,25 @@ def test_a_full_disk_fails_on_all_ranks_and_leaves_the_old_one(tmp_path: Path, i
     saver = CheckpointSaver(CheckpointFolder(tmp_path, LOGGER), participants())
     saver.save(state(Shard(0), filled=True), 3)  # training may go on
     load(tmp_path, Shard(0))
+
+
+def test_all_files_are_on_the_disk_before_the_record_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    synced: list[int] = []
+    sync = os.fsync
+
+    def note(descriptor: int) -> None:
+        sync(descriptor)
+        synced.append(os.fstat(descriptor).st_ino)
+
+    monkeypatch.setattr(os, "fsync", note)
+    save(tmp_path, None)
+    folder = tmp_path / "save-1"
+    files = {path.name: path.stat().st_ino for path in folder.iterdir()}
+    record = synced.index(files.pop(RECORD_NAME))
+    assert len(files) >= 2  # tensors, and what there is
+    assert set(files.values()) | {folder.stat().st_ino} <= set(synced[:record])
+    # The name of the record, and that of the checkpoint.
+    assert {folder.stat().st_ino, tmp_path.stat().st_ino} <= set(synced[record:])
 
 
 def test_values_that_json_has_not_are_refused_before_anything_is_committed(tmp_path: Path):

@@ -153,6 +153,24 @@ def test_a_complete_job_returns_at_once(tmp_path):
     assert again.task.read == []
 
 
+@pytest.mark.world_size(2)
+def test_metrics_of_a_period_that_is_half_over_go_on(tmp_path):
+    """Logged every 4 steps, saved after 2 of them: what the first start has counted is in the first value."""
+    mesh = DeviceMeshParameters(data_parallel_replicate=2)
+    options = {
+        "checkpointing": {"save_dir": str(tmp_path / "saved"), "period_steps": 2},
+        "logging": {"period_steps": 4, "tracker": {"provider": "jsonl", "path": str(tmp_path / "log.jsonl")}},
+    }
+    first = build_job(mesh, tmp_path, total_steps=8, overrides=options, task_class=FailsAt)
+    first.task.step = 3
+    with pytest.raises(FailsAtError):
+        first.trainer.train()
+    job = build_job(mesh, tmp_path, total_steps=8, overrides=options)
+    job.trainer.train()
+    if dist.get_rank() == 0:
+        assert job.logged("samples") == {4: 4.0 * GLOBAL_BATCH_SIZE, 8: 4.0 * GLOBAL_BATCH_SIZE}
+
+
 class FailsAtError(Exception):
     pass
 

@@ -1,0 +1,185 @@
+"""D9 in Lightning: ranks that log different keys are told which, and neither wait nor add up what does not belong together."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torchmetrics import MeanMetric
+
+from d9d_lightning.logs.agreement import LogAgreement
+from tests.d9d_lightning.support import Regression, build_trainer, make_samples, rank_loader, seeded
+from tests.d9d_lightning.test_pipeline_parity import BATCH, Stack
+
+MESH = {"data_parallel_replicate": 2}
+
+
+def lone(module):
+    module.log("extra", 1.0, sync_dist=True, on_step=True)
+
+
+def lone_at_the_end(module):
+    module.log("loss", 1.0, sync_dist=True, on_step=True)
+    module.log("extra", 1.0, sync_dist=True, on_step=False, on_epoch=True)
+
+
+def lone_metric(module):
+    module.mean(1.0)
+    module.log("extra", module.mean, on_step=False, on_epoch=True)
+
+
+def nothing(module):
+    pass
+
+
+def one_loss(module):
+    module.log("loss", 1.0, sync_dist=True, on_step=True)
+
+
+def other_operation(module):
+    module.log("extra", 1.0, sync_dist=True, on_step=True, reduce_fx="max")
+
+
+def loss_first(module):
+    module.log_dict({"loss": 1.0, "extra": 2.0}, sync_dist=True)
+
+
+def extra_first(module):
+    module.log_dict({"extra": 2.0, "loss": 1.0}, sync_dist=True)
+
+
+class Logs(Regression):
+    """Rank 0 logs one way, rank 1 another one: in training, or in evaluation."""
+
+    def __init__(self, ways, where="training_step"):
+        super().__init__()
+        self.mean = MeanMetric()
+        self.way = nothing if ways is None else ways[dist.get_rank()]
+        self.where = where
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        if self.where == "training_step":
+            self.way(self)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        if self.where == "validation_step":
+            self.way(self)
+
+    def on_validation_epoch_end(self):
+        self.log("of all", 1.0, sync_dist=True)
+        if self.where == "on_validation_epoch_end":
+            self.way(self)
+
+
+def fit(module, mesh=MESH, **options):
+    trainer = build_trainer(mesh, **options)
+    loader = rank_loader(make_samples(16), 4, dist.get_rank(), 2)
+    trainer.fit(module, loader, loader)
+    return trainer
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize(
+    ("ways", "named"),
+    [
+        ((lone, nothing), 'extra: "mean, on_step=True, on_epoch=False" on rank 0; nothing on rank 1'),
+        ((one_loss, lone_at_the_end), 'extra: nothing on rank 0; "mean, on_step=False, on_epoch=True" on rank 1'),
+        ((lone_metric, nothing), 'extra: "the metric mean" on rank 0; nothing on rank 1'),
+        ((lone, one_loss), "loss: nothing on rank 0"),
+        ((lone, other_operation), 'extra: "mean, on_step=True, on_epoch=False" on rank 0; "max, '),
+        ((loss_first, extra_first), '["training_step.extra"] on rank 1'),
+    ],
+    ids=lambda value: "-".join(way.__name__ for way in value) if isinstance(value, tuple) else "",
+)
+@pytest.mark.parametrize("mesh", [MESH, {"data_parallel_shard": 2}], ids=str)
+def test_keys_of_a_training_step(mesh, ways, named):
+    with pytest.raises(ValueError, match="do not agree on what they log") as error:
+        fit(seeded(lambda: Logs(ways)), mesh)
+    assert named in str(error.value)
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("where", ["validation_step", "on_validation_epoch_end"])
+def test_keys_of_an_evaluation(where):
+    def way(module):
+        module.log("extra", 1.0, sync_dist=True)
+
+    with pytest.raises(ValueError, match=rf"{where}\.extra.*: \"mean.*on rank 0; nothing on rank 1"):
+        fit(seeded(lambda: Logs((way, nothing), where)))
+
+
+@pytest.mark.world_size(2)
+def test_keys_of_microbatches():
+    with pytest.raises(ValueError, match=r"extra: .* on rank 0; nothing on rank 1"):
+        fit(seeded(lambda: Logs((lone, nothing))), strategy_options={"microbatches": 2})
+
+
+class ByHand(Logs):
+    """Logs before its backward pass, and behind it."""
+
+    def __init__(self, ways, ways_behind):
+        super().__init__(ways)
+        self.behind = ways_behind[dist.get_rank()]
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        self.optimizers().zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        self.optimizers().step()
+        self.behind(self)
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("ways", [[(nothing, lone), (nothing, nothing)], [(nothing, nothing), (nothing, lone)]])
+def test_keys_of_steps_by_hand(ways):
+    with pytest.raises(ValueError, match=r"extra: nothing on rank 0; .* on rank 1"):
+        fit(seeded(lambda: ByHand(*ways)))
+
+
+class LogsBehindThePipeline(Stack):
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        if self.trainer.strategy.distributed_sampler_kwargs["rank"] == 0:
+            self.log("extra", loss, sync_dist=True)
+        return loss
+
+
+@pytest.mark.world_size(4, timeout_s=300)
+def test_keys_of_a_pipeline():
+    mesh = {"pipeline_parallel": 2, "data_parallel_replicate": 2}
+    trainer = build_trainer(mesh, strategy_options={"pipeline_module": "model", "microbatches": 2})
+    loader = rank_loader(make_samples(2 * BATCH), BATCH, trainer.strategy.distributed_sampler_kwargs["rank"], 2)
+    with pytest.raises(ValueError, match=r"extra: .* on rank 0; nothing on rank 1"):
+        trainer.fit(seeded(LogsBehindThePipeline), loader)
+
+
+def for_itself(module):
+    rank = float(dist.get_rank())
+    module.log("mine", rank)
+    module.log("first", rank, sync_dist=True, rank_zero_only=True)
+    module.log("ours", rank, sync_dist=True)
+
+
+def with_the_others(module):
+    module.log("ours", float(dist.get_rank()), sync_dist=True)
+
+
+@pytest.mark.world_size(2)
+def test_what_is_not_reduced_may_differ_and_only_the_first_batch_is_compared(monkeypatch):
+    compared = []
+    compare = LogAgreement._compare
+    monkeypatch.setattr(
+        LogAgreement, "_compare", lambda self, results, where: (compared.append(where), compare(self, results, where))
+    )
+    module = seeded(lambda: Logs((for_itself, with_the_others)))
+    trainer = fit(module, max_epochs=2)
+    assert trainer.callback_metrics["ours"] == 0.5
+    assert len(module.losses) == 8
+    # A value and the step in training, and the step and the epoch in validation.
+    assert compared == [
+        "in the middle of a value that is reduced",
+        "at the end of the step",
+        "at the end of the step",
+        "in the middle of a value that is reduced",
+    ]
+    assert torch.isfinite(torch.stack(module.losses)).all()
