@@ -1,16 +1,18 @@
 """The elastic stream against PyTorch's loader, torchdata's and Zephon: records per second, start-up, state, and restoring.
 
 All on the same rows of tokens, as a tensor in memory and as JSON lines. A peer that is not installed is left out. Ends with
-the goals, and whether they are met. Takes two minutes on two idle cores, of which Zephon takes one.
+the goals, and whether they are met. Takes three minutes on two idle cores, of which Zephon takes one.
 
-Run: python -m tests.benchmarks.data [--rounds 7] [--records 16000] [--restore-step 100000] [--workers 0 2]
+Run: python -m tests.benchmarks.data [--rounds 11] [--records 16000] [--restore-step 100000] [--workers 0 2]
 """
 
 import argparse
+import gc
 import importlib.util
 import itertools
 import json
 import pickle
+import resource
 import statistics
 import tempfile
 import time
@@ -181,38 +183,59 @@ class Zephon(Loader):
 Builders = dict[str, Callable[[], Loader]]
 
 
-def measure_throughput(builders: Builders, num_records: int, num_rounds: int, *, in_process: bool) -> float:
+def measure_throughput(
+    builders: Builders, num_records: int, num_rounds: int, *, has_own_processes: bool = False
+) -> float:
     """Print records per second, in turns of alternating order, and return the ratio of `ELASTIC` to `BASELINE`.
 
-    Ratios are those of neighbouring turns, since other processes disturb them alike; also of CPU time, which other processes
-    hardly disturb, if all work is done in this process.
+    Ratios are those of neighbouring turns, since other processes disturb them alike; the median is told with the quartiles and
+    the ends. Those of CPU time, loader processes with their start and end included, are hardly disturbed.
+
+    Args:
+        builders: Ways to load, by name.
+        num_records: Records of a turn.
+        num_rounds: Turns of each way.
+        has_own_processes: Whether one has processes that are not its loader's, whose CPU time is not known.
     """
     walls: dict[str, list[float]] = {name: [] for name in builders}
     cpus: dict[str, list[float]] = {name: [] for name in builders}
     for index in range(num_rounds):
         for name in list(builders)[:: 1 if index % 2 == 0 else -1]:
+            cpu_s = cpu_time()
             batches = builders[name]().batches()
             next(batches)  # start-up is measured for itself
-            wall_s, cpu_s = time.perf_counter(), time.process_time()
+            wall_s = time.perf_counter()
             for _ in itertools.islice(batches, num_records // BATCH):
                 pass
             walls[name].append(time.perf_counter() - wall_s)
-            cpus[name].append(time.process_time() - cpu_s)
             del batches
-    by_clock = {name: _ratios(walls[BASELINE], walls[name]) for name in builders}
-    by_cpu = {name: _ratios(cpus[BASELINE], cpus[name]) for name in builders}
+            gc.collect()  # ends loader processes, whose time counts then
+            cpus[name].append(cpu_time() - cpu_s)
     for name in builders:
-        ratios = by_clock[name]
-        cpu = f"   by CPU time {statistics.median(by_cpu[name]):5.2f}" if in_process else ""
+        cpu = "" if has_own_processes else f"   by CPU time {_spread(cpus[BASELINE], cpus[name])}"
         print(
             f"  {name:28s} {num_records / statistics.median(walls[name]):9.0f} records/s   x {BASELINE} "
-            f"{statistics.median(ratios):5.2f}  [{ratios[0]:.2f} .. {ratios[-1]:.2f}]{cpu}"
+            f"{_spread(walls[BASELINE], walls[name])}{cpu}"
         )
-    return statistics.median(by_clock[ELASTIC])
+    return statistics.median(_ratios(walls[BASELINE], walls[ELASTIC]))
+
+
+def cpu_time() -> float:
+    """Return the seconds of CPU time of this process and of those that it has started and that have ended."""
+    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return time.process_time() + ended.ru_utime + ended.ru_stime
 
 
 def _ratios(base: list[float], own: list[float]) -> list[float]:
     return sorted(each / of_own for each, of_own in zip(base, own, strict=True))
+
+
+def _spread(base: list[float], own: list[float]) -> str:
+    """Return the median of paired ratios, with quartiles, and least and most in brackets."""
+    ratios = _ratios(base, own)
+    median = statistics.median(ratios)
+    low, _, high = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else (median,) * 3
+    return f"{median:5.2f} ({low:.2f} .. {high:.2f}; [{ratios[0]:.2f} .. {ratios[-1]:.2f}])"
 
 
 def measure_restore(builders: Builders, step: int, num_rounds: int = 5) -> dict[str, float]:
@@ -287,7 +310,7 @@ def on_map_dataset(dataset: Any, workers: int) -> Builders:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--records", type=int, default=16_000)
     parser.add_argument("--restore-step", type=int, default=100_000)
     parser.add_argument("--zephon-restore-step", type=int, default=2_000, help="it reads some thousand records/s")
@@ -301,7 +324,7 @@ def main() -> None:
         title = f"rows, {workers} workers"
         print(title)
         builders = on_map_dataset(rows, workers)
-        ratios[title] = measure_throughput(builders, args.records, args.rounds, in_process=workers == 0)
+        ratios[title] = measure_throughput(builders, args.records, args.rounds)
     print("restoring")
     restored = measure_restore(on_map_dataset(rows, 0), args.restore_step)
     with tempfile.TemporaryDirectory() as folder:
@@ -315,12 +338,12 @@ def main() -> None:
             print(title)
             # Anew, since loader processes that are forked share the position in files that are open.
             builders = on_map_dataset(JsonLines(Path(folder)), workers)
-            ratios[title] = measure_throughput(builders, args.records // 2, args.rounds, in_process=workers == 0)
+            ratios[title] = measure_throughput(builders, args.records // 2, args.rounds)
         if zephon and args.workers:
             print("JSON lines, Zephon with processes of its own")
             in_process = on_map_dataset(JsonLines(Path(folder)), 0)
             both = {name: in_process[name] for name in (BASELINE, ELASTIC)}
-            measure_throughput({**both, **zephon}, args.records // 2, min(3, args.rounds), in_process=False)
+            measure_throughput({**both, **zephon}, args.records // 2, min(3, args.rounds), has_own_processes=True)
     print("start-up")
     duration_s, peak_mib = measure_start({ELASTIC: lambda n: Elastic(Computed(n), 0)}, [10**3, 10**6, 10**9])
     measure_start({BASELINE: lambda n: Torch(Computed(n), 0)}, [10**3, 10**6])

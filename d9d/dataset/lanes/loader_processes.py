@@ -2,13 +2,18 @@
 
 import dataclasses
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-__all__ = ["LoaderOptions", "OwnProcessGroup", "build_loader", "loader_failure"]
+from d9d.dataset.lanes.worker_transfer import WorkerTransfer, message_bytes
+
+__all__ = ["ItemLoader", "LoaderOptions", "OwnProcessGroup", "loader_failure"]
+
+_PREFETCH_FACTOR = 2
+"""PyTorch's default."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,32 +82,50 @@ class OwnProcessGroup:
             self.then(worker_id)
 
 
-# `Any`: items are of any type.
-def build_loader(
-    items: Dataset[Any], sampler: Sampler[Any], options: LoaderOptions, seeds: torch.Generator
-) -> DataLoader[Any]:
-    """Build a loader that passes on the items of a dataset as they are.
+# `Any`, here and below: items are of any type.
+class ItemLoader:
+    """Passes on the items of a dataset as they are, from loader processes of PyTorch.
 
     Args:
         items: Loads an item for what the sampler yields. It travels to loader processes.
         sampler: Yields what to load, in this process; asked anew by each `iter()` of the loader.
         options: Loader processes and how they load.
         seeds: Draws the seeds of loader processes, so that the global generator is left alone.
+        is_copied: Whether items leave shared memory when they arrive, see `WorkerTransfer`.
     """
-    return DataLoader(
-        items,
-        sampler=sampler,
-        batch_size=None,
-        collate_fn=_as_it_is,
-        num_workers=options.num_workers,
-        persistent_workers=options.persistent_workers,
-        pin_memory=options.pin_memory,
-        prefetch_factor=options.prefetch_factor,
-        timeout=options.timeout_s,
-        worker_init_fn=OwnProcessGroup(),
-        multiprocessing_context=options.start_method,
-        generator=seeds,
-    )
+
+    def __init__(
+        self,
+        items: Dataset[Any],
+        sampler: Sampler[Any],
+        options: LoaderOptions,
+        seeds: torch.Generator,
+        *,
+        is_copied: bool = False,
+    ) -> None:
+        self.items = items
+        max_bytes = message_bytes(options.num_workers * (options.prefetch_factor or _PREFETCH_FACTOR))
+        transfer = WorkerTransfer(max_bytes=max_bytes, is_copied=is_copied)
+        # The thread that puts tensors into page-locked memory must find them.
+        is_packed = options.num_workers > 0 and not options.pin_memory
+        self._unpack = transfer.unpack if is_packed else _as_it_is
+        self._loader = DataLoader(
+            items,
+            sampler=sampler,
+            batch_size=None,
+            collate_fn=transfer.pack if is_packed else _as_it_is,
+            num_workers=options.num_workers,
+            persistent_workers=options.persistent_workers,
+            pin_memory=options.pin_memory,
+            prefetch_factor=options.prefetch_factor,
+            timeout=options.timeout_s,
+            worker_init_fn=OwnProcessGroup(),
+            multiprocessing_context=options.start_method,
+            generator=seeds,
+        )
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(self._unpack, self._loader)
 
 
 # A function, since a lambda cannot travel to processes that are spawned.

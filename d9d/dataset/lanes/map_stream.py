@@ -14,7 +14,7 @@ from torch.utils.data import Sampler
 from d9d.core.protocol import MicrobatchPackStream
 from d9d.core.types import CollateFn, MicrobatchPack
 from d9d.dataset.lanes.generators import KeptGenerators, may_seed_generators
-from d9d.dataset.lanes.loader_processes import LoaderOptions, build_loader, loader_failure
+from d9d.dataset.lanes.loader_processes import ItemLoader, LoaderOptions, loader_failure
 from d9d.dataset.lanes.microbatch_loading import (
     AttachWeights,
     MicrobatchLoader,
@@ -219,7 +219,7 @@ def _build_loader(
 ) -> Iterable[Any]:
     if options.num_workers == 0 and not options.pin_memory:
         return _DirectLoader(microbatches, place)
-    return build_loader(microbatches, place, options, seeds)
+    return ItemLoader(microbatches, place, options, seeds)
 
 
 class _DirectLoader:

@@ -5,13 +5,11 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch.utils.data import Dataset, Sampler
 
-from d9d.core.pytree import tree_map
 from d9d.dataset.lanes.generators import may_seed_generators
-from d9d.dataset.lanes.loader_processes import LoaderOptions, build_loader, loader_failure
+from d9d.dataset.lanes.loader_processes import ItemLoader, LoaderOptions, loader_failure
 from d9d.dataset.lanes.plan import DataPlan
 from d9d.dataset.lanes.sample_loading import MapDataset, SampleError, SampleSeeds, load_sample
 
@@ -151,13 +149,15 @@ class RecordLoader:
         if isinstance(record, SampleError):
             raise record
         self.num_taken += 1
-        return record.unpacked() if isinstance(record, _PackedTensor) else tree_map(_unpacked, record)
+        return record
 
     def _receive(self) -> None:
         try:
             if self._answers is None:
                 if self._loader is None:
-                    self._loader = build_loader(_Records(self._sources), self._ahead, self._options, self._seeds)
+                    self._loader = ItemLoader(
+                        _Records(self._sources), self._ahead, self._options, self._seeds, is_copied=True
+                    )
                 self._answers = iter(self._loader)
             answer = next(self._answers)
         except BaseException as error:
@@ -196,12 +196,11 @@ class _Records(Dataset[_Answer]):
         records: list[Any] = []
         for number in request.numbers:
             try:
-                record = source.load(number)
+                records.append(source.load(number))
             except SampleError as error:
                 # The cause does not travel, but notes do.
                 error.add_note("".join(traceback.format_exception(error.__cause__)))
                 return _Answer(records, error)
-            records.append(_packed(record) if type(record) is torch.Tensor else tree_map(_packed, record))
         return _Answer(records, None)
 
 
@@ -312,33 +311,3 @@ class _Ahead(Sampler[_Request]):
         self._urgent = None
         for reader in self.readers:
             reader.forget(list(reader.waiting))
-
-
-class _PackedTensor:
-    """Holds a tensor as an array, which travels through a pipe.
-
-    PyTorch sends each tensor in shared memory of its own, whose file stays open as long as the tensor lives: that takes
-    longer for small ones, and there may be more documents waiting than a process may have open files.
-    """
-
-    __slots__ = ("_bytes", "_dtype", "_shape")
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._bytes: np.ndarray = tensor.contiguous().view(-1).view(torch.uint8).numpy()
-        self._dtype = tensor.dtype
-        self._shape = tensor.shape
-
-    def unpacked(self) -> torch.Tensor:
-        return torch.from_numpy(self._bytes).view(self._dtype).view(self._shape)
-
-
-# `Any`: leaves of records are of any type.
-def _packed(leaf: Any) -> Any:  # noqa: ANN401
-    if type(leaf) is not torch.Tensor:
-        return leaf
-    is_special = leaf.layout is not torch.strided or leaf.device.type != "cpu" or leaf.requires_grad
-    return leaf if is_special else _PackedTensor(leaf.resolve_conj().resolve_neg())
-
-
-def _unpacked(leaf: Any) -> Any:  # noqa: ANN401
-    return leaf.unpacked() if isinstance(leaf, _PackedTensor) else leaf

@@ -715,6 +715,6 @@ def test_a_worker_that_hangs_is_reported():
 
 def test_what_goes_to_loader_processes_can_travel():
     packs = stream(plan(), collate=list, workers=1)
-    loader = pickle.loads(pickle.dumps(packs._microbatches.dataset))  # noqa: S301 - as the loader does it
+    loader = pickle.loads(pickle.dumps(packs._microbatches.items))  # noqa: S301 - as the loader does it
     request = next(packs.remaining_requests())
     assert loader[request] == request.samples
