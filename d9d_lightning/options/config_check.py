@@ -33,7 +33,7 @@ LauncherName = Literal["script", "fork", "spawn"]
 
 _LAUNCHERS = get_args(LauncherName)
 
-_LATER_DEGREES = ("context_parallel_replicate", "context_parallel_shard")
+_CONTEXT_DEGREES = ("context_parallel_replicate", "context_parallel_shard")
 """Degrees that the engine knows and this strategy does not drive yet."""
 
 
@@ -67,7 +67,7 @@ def option_problems(
         max_restarts_without_progress: Restarts in a row that may bring no newer checkpoint.
         model_states: Where weights come from; None keeps those of the module.
     """
-    problems = _later_problems(params) + _pipeline_problems(params, pipeline_module, schedule)
+    problems = _context_problems(params) + _pipeline_problems(params, pipeline_module, schedule)
     # A bool counts as an int, and is a mistake here.
     if microbatches is not None and (type(microbatches) is not int or microbatches < 1):
         problems.append(f"microbatches ({microbatches!r}) must be a whole number of at least 1, or None.")
@@ -128,12 +128,12 @@ def refuse_problems(problems: list[str], mesh: MeshOption) -> None:
         mesh: What it was found with.
 
     Raises:
-        NotImplementedError: If nothing is wrong but degrees that come with a later release.
+        NotImplementedError: If nothing is wrong but degrees that a LightningModule cannot have.
         ValueError: With all problems.
     """
     if not problems:
         return
-    if problems == _later_problems(mesh.smallest):
+    if problems == _context_problems(mesh.smallest):
         raise NotImplementedError(problems[0])
     if len(problems) == 1:
         raise ValueError(problems[0])
@@ -182,15 +182,16 @@ def _size_problems(params: DeviceMeshParameters, num_devices: int, num_nodes: in
     ]
 
 
-def _later_problems(params: DeviceMeshParameters) -> list[str]:
+def _context_problems(params: DeviceMeshParameters) -> list[str]:
     degrees = params.model_dump()
-    refused = [f"{name} ({degrees[name]})" for name in _LATER_DEGREES if degrees[name] > 1]
+    refused = [f"{name} ({degrees[name]})" for name in _CONTEXT_DEGREES if degrees[name] > 1]
     if not refused:
         return []
     return [
         (
-            f"D9DStrategy does not support {', '.join(refused)} yet: it comes with a later release. Set it to 1, and use "
-            f"data_parallel_replicate, data_parallel_shard, tensor_parallel, expert_parallel and pipeline_parallel."
+            f"D9DStrategy does not support {', '.join(refused)}: training_step gets whole sequences, and computes losses and "
+            f"metrics of them, which nobody could cut for it. Set it to 1, and use data_parallel_replicate, "
+            f"data_parallel_shard, tensor_parallel, expert_parallel and pipeline_parallel; or train with the native Trainer."
         )
     ]
 

@@ -110,7 +110,7 @@ def problems_of(mesh=None, num_devices=4, num_nodes=1, **options):
             {"launcher": "fork", "num_nodes": 2},
             ["launcher ('fork') starts processes on one machine, but num_nodes is 2"],
         ),
-        ({"mesh": {"context_parallel_shard": 4}}, ["does not support context_parallel_shard (4) yet"]),
+        ({"mesh": {"context_parallel_shard": 4}}, ["does not support context_parallel_shard (4): training_step"]),
         (
             {
                 "mesh": {"pipeline_parallel": 2, "context_parallel_shard": 2, "tensor_parallel": 2},
@@ -120,7 +120,7 @@ def problems_of(mesh=None, num_devices=4, num_nodes=1, **options):
             },
             [
                 "The mesh needs 8 processes",
-                "does not support context_parallel_shard (2) yet",
+                "does not support context_parallel_shard (2): training_step",
                 "schedule 'none' is not known",
                 "pipeline_parallel (2) needs pipeline_module",
                 "microbatches (-1)",

@@ -81,8 +81,8 @@ def test_torchrun_against_mesh():
     ],
     ids=str,
 )
-def test_later_degrees_are_refused(mesh):
-    with pytest.raises(NotImplementedError, match=r"parallel\w* \(2\) yet: it comes with a later release"):
+def test_context_degrees_are_refused(mesh):
+    with pytest.raises(NotImplementedError, match=r"parallel\w* \(2\): training_step gets whole sequences"):
         plain_trainer(strategy=D9DStrategy(mesh), devices=2)
 
 
