@@ -14,7 +14,7 @@
 | D8 | SIGTERM in a forward pass, a backward pass and a save, and a second one | `test_preempted_fits` (Lightning) | \
 `tests/d9d/loop/run/test_preemption.py` and `test_preempted_processes.py`, `tests/d9d_lightning/test_preemption.py` |
 | D9 | ranks that disagree | | `tests/d9d/loop/run/test_job_agreement.py`, `tests/d9d/core/test_agreement.py`, in Lightning \
-`tests/d9d_lightning/test_run_agreement.py`, `test_batch_agreement.py` and `test_metric_sync.py` |
+`tests/d9d_lightning/test_run_agreement.py`, `test_batch_agreement.py` and `test_log_agreement.py` |
 | D10 | NaN and infinity on one rank, weights of zero | | `tests/d9d/loop/run/test_nonfinite.py`, \
 `tests/d9d_lightning/test_nonfinite.py` |
 | D11 | degrees that do not fit | | `tests/d9d/loop/run/test_job_check.py`, `tests/d9d/core/test_dist_context.py`, \
