@@ -210,7 +210,10 @@ def test_other_mixtures_and_packing_are_refused(tmp_path, before, now, message):
         ({"packing": BEST_FIT, "tail": None}, r"tail \(None\) does not go with packing.*set 'wrap'"),
         ({"mixture": {"web": 0}}, r"the weight of 'web' \(0\) must be at least 1"),
         ({"mixture": MIXTURE, "num_samples": 5}, r"num_samples \(5\) .*several datasets"),
-        ({"packing": {"kind": "first_fit", "num_tokens": 4}}, "does not match any of the expected tags"),
+        (
+            {"packing": {"kind": "first_fit", "num_tokens": 4}},
+            r"kind is 'first_fit', which is unknown\. Did you mean 'best_fit'",
+        ),
     ],
 )
 def test_settings_that_do_not_go_together_are_refused(changes, message):
