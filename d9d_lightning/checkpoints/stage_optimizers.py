@@ -105,8 +105,17 @@ def whole_groups(own: Sequence[GroupNames], cut: StageCut) -> list[GroupNames]:
     Args:
         own: Groups of this rank, of each optimizer; as `check_optimizers` wants them.
         cut: The whole module, and the ranks that have it.
+
+    Raises:
+        ValueError: On all ranks, if there are other numbers of groups on some.
     """
     parts = all_gather_object(list(own), cut.group)
+    counts = [[len(groups) for groups in theirs] for theirs in parts]
+    if any(theirs != counts[0] for theirs in counts):
+        raise ValueError(
+            f"the optimizers have {counts} groups by pipeline rank. Add groups in on_train_epoch_start, or on all ranks: "
+            f"they may be empty."
+        )
     return [merge_group_names(by_rank, cut.parameter_names) for by_rank in zip(*parts, strict=True)]
 
 

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from d9d.core.fsdp_internals import fsdp_parameters, fsdp_units, gathered_parameter
 from d9d.core.placement import compute_leaf, like_parameter, local_tensor, trainable
 from d9d.internals.fsdp_accumulation import FsdpAccumulation
 from d9d.internals.grad_sync import GradientSynchronizer, groups_to_sum
@@ -240,7 +241,7 @@ class DataParallelGradients:
             for part in ([first, rest], *([other] for other in others))
             if any(part)
         ]
-        self._frozen = [parameter for parameter in self._module.parameters() if not parameter.requires_grad]
+        self._frozen = [parameter for parameter in _parameters_of(self._module) if not parameter.requires_grad]
 
     def _rebuild(self) -> None:
         """Make room for parameters that were frozen when training began."""
@@ -262,10 +263,20 @@ def _parameters_by_optimizer(module: nn.Module, optimizers: Sequence[Optimizer])
     held = [
         [parameter for group in optimizer.param_groups for parameter in group["params"]] for optimizer in optimizers
     ]
-    for parameters in [*held, list(module.parameters())]:
+    for parameters in [*held, _parameters_of(module)]:
         lists.append([parameter for parameter in parameters if parameter not in seen])
         seen.update(parameters)
     return lists
+
+
+def _parameters_of(module: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters as optimizers have them, also within a step, where the module shows what FSDP has gathered."""
+    shard_of = {
+        gathered_parameter(parameter): parameter.sharded_param
+        for unit in fsdp_units(module)
+        for parameter in fsdp_parameters(unit)
+    }
+    return [shard_of.get(parameter, parameter) for parameter in module.parameters()]
 
 
 def _by_restoring_factor(

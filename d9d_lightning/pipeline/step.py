@@ -25,6 +25,7 @@ from d9d.core.types import PyTree
 from d9d.internals.broadcast import broadcast_packed
 from d9d.internals.determinism import seeded
 from d9d.internals.fsdp_accumulation import FsdpAccumulation
+from d9d_lightning.checkpoints.added_groups import AddedGroups
 from d9d_lightning.collectives import decide_together
 from d9d_lightning.gradients.loss_weights import LossWeights, merge_training_outputs
 from d9d_lightning.logs.exchange import LogExchange
@@ -100,6 +101,7 @@ class PipelineSteps:
         self._logs = LogExchange(module, pipeline.group, pipeline.last_rank, pipeline.device)
         self._outputs = OutputExchange(trainer, module, pipeline.group, pipeline.last_rank, pipeline.device)
         self._outside_buffers = _OutsideBuffers(module, pipeline)
+        self._added_groups = AddedGroups(module, pipeline.cut)
         # Replicas may have different numbers of microbatches, and each gathering is a collective.
         for stage in pipeline.stages:
             FsdpAccumulation([stage]).start_pack(2)
@@ -140,6 +142,7 @@ class PipelineSteps:
         module, precision = self._module, self._trainer.precision_plugin
         progress = (self._trainer.current_epoch, self._trainer.global_step)
         self._num_attached_before = LOSS_SCALE.num_attached
+        self._added_groups.agree(self._trainer.optimizers, self._trainer.current_epoch)
         by_batch = [
             self._runs("training_step", arguments, *progress, position) for position, arguments in enumerate(window)
         ]

@@ -17,6 +17,7 @@ from d9d.core.dist_context import DistributedContext
 from d9d.core.fsdp_internals import fsdp_units, keep_gathered
 from d9d.core.placement import local_tensor
 from d9d.optim.local_shards import localize_optimizer
+from d9d_lightning.checkpoints.added_groups import restore_added_groups
 from d9d_lightning.checkpoints.restarts import count_fit, end_count
 from d9d_lightning.collectives import all_gather_stacked, reduce_over
 from d9d_lightning.data.loader_states import draw_order_again, load_waiting_states
@@ -155,6 +156,7 @@ class TrainerRun:
             ValueError: On all ranks, if they have different optimizers.
         """
         count_fit(self._trainer, self._context, options.max_restarts_without_progress)
+        restore_added_groups(self._trainer, self._module, optimizers)
         if self._context is None:
             return
         agree_on_optimizers(self._module, optimizers, self._context, is_cut=pipeline_of(self._module) is not None)

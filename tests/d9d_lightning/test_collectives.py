@@ -39,6 +39,23 @@ def test_reduce():
 
 
 @pytest.mark.world_size(2)
+def test_a_reduction_has_no_barrier(monkeypatch):
+    strategy = joined({"data_parallel_replicate": 2})
+    calls = []
+    for name in ("barrier", "monitored_barrier", "all_reduce"):
+        collective = vars(dist)[name]
+        monkeypatch.setattr(
+            dist,
+            name,
+            lambda *args, name=name, collective=collective, **options: (
+                calls.append(name) or collective(*args, **options)
+            ),
+        )
+    assert strategy.reduce(torch.tensor(float(dist.get_rank())), reduce_op="mean") == 0.5
+    assert calls == ["all_reduce"]
+
+
+@pytest.mark.world_size(2)
 def test_decisions_and_broadcast():
     strategy = joined({"data_parallel_shard": 2})
     is_first = dist.get_rank() == 0

@@ -192,6 +192,9 @@ def test_one_module_through_many_runs(mesh):
     [second] = second_trainer.test(module, loader)
     predictions = torch.cat(second_trainer.predict(module, loader))
     assert [id(parameter) for parameter in module.parameters()] == [id(parameter) for parameter in parameters]
+    # NCCL would get inference mode, and what FSDP gathers in it could not be trained. On gloo Lightning itself takes none.
+    loops = (trainer.validate_loop, second_trainer.test_loop, second_trainer.predict_loop)
+    assert not any(loop.inference_mode for loop in (*loops, second_trainer.fit_loop.epoch_loop.val_loop))
     plain_trainer().fit(reference, whole)
     plain = plain_trainer()
     [expected_first] = plain.validate(reference, whole)

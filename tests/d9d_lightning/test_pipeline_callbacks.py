@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import ModelSummary, OnExceptionCheckpoint
+from lightning.pytorch.callbacks import LearningRateFinder, ModelSummary, OnExceptionCheckpoint, RichProgressBar
 from lightning.pytorch.utilities import grad_norm as lightning_grad_norm
 
 from d9d_lightning import grad_norm, read_checkpoint
@@ -161,3 +161,45 @@ def test_norm_of_a_part_is_refused():
 
     with pytest.raises(NotImplementedError, match="pick the names"):
         fit(MESHES[2], seeded(Part))
+
+
+class Rated(Stack):
+    """Has a learning rate to be found, and shows its loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.lr = 1e-2
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        self.log("shown", loss, prog_bar=True)
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+
+@pytest.mark.world_size(2)
+def test_the_learning_rate_is_found_as_on_one_process(tmp_path):
+    found = []
+    for run in (lambda *args, **options: fit(MESHES[2], *args, **options), fit_one):
+        module = seeded(Rated)
+        finder = LearningRateFinder(min_lr=1e-3, max_lr=1.0, num_training_steps=12, early_stop_threshold=None)
+        run(module, callbacks=[finder], max_epochs=4, default_root_dir=tmp_path)
+        found.append((finder.optimal_lr.results, finder.optimal_lr.suggestion(skip_begin=2)))
+    (results, rate), (expected, expected_rate) = found
+    assert len(results["loss"]) == 12
+    assert results["lr"] == expected["lr"]
+    assert results["loss"] == pytest.approx(expected["loss"], rel=1e-9)
+    assert rate == expected_rate is not None
+
+
+@pytest.mark.world_size(2)
+def test_rich_bars_show_the_last_stage():
+    bar, module = RichProgressBar(), seeded(Rated)
+    fit(MESHES[2], module, callbacks=[bar], enable_progress_bar=True)
+    one = seeded(Rated)
+    trainer = fit_one(one)
+    shown = bar.get_metrics(module.trainer, module)
+    assert shown["shown"] == pytest.approx(float(trainer.callback_metrics["shown"]), rel=1e-6)
+    assert bar.is_enabled == (dist.get_rank() == 0)

@@ -568,6 +568,17 @@ class LogsVector(Watched):
         return loss
 
 
+class OtherOutputs(Watched):
+    """Returns other entries for each microbatch."""
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        return {"loss": loss, f"of {float(batch[1][0])}": 1.0}
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.events.append(outputs)
+
+
 REFUSED = {
     NoCall: "does not call self.net",
     TwoCalls: "calls self.net a second time",
@@ -580,6 +591,7 @@ REFUSED = {
     FailsInStage: "boom inside",
     CallsLayer: "on another pipeline rank",
     LogsVector: "vector",
+    OtherOutputs: "different entries for the microbatches",
 }
 
 

@@ -1,0 +1,159 @@
+"""Lightning's callbacks that unfreeze a backbone train as on one process, and go on behind a checkpoint as without it."""
+
+import lightning as L
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from lightning.pytorch.callbacks import BackboneFinetuning, BaseFinetuning
+from torch import nn
+
+from d9d_lightning import D9DStrategy, read_checkpoint
+from tests.d9d_lightning.support import (
+    NUM_FEATURES,
+    Block,
+    build_trainer,
+    make_samples,
+    plain_trainer,
+    rank_loader,
+    seeded,
+)
+from tests.d9d_lightning.test_pipeline_parity import WIDTH
+
+NUM_EPOCHS = 4
+UNFREEZES = 1
+TOLERANCE = {"rtol": 1e-11, "atol": 1e-11}
+MESHES = {
+    "replicate": {"data_parallel_replicate": 2},
+    "shard": {"data_parallel_shard": 2},
+    "pipeline": {"pipeline_parallel": 2},
+}
+
+
+class Transfer(L.LightningModule):
+    """A backbone, frozen at first, and a head whose optimizer does not know it."""
+
+    def __init__(self):
+        super().__init__()
+        self.backbone = nn.Sequential(nn.Linear(NUM_FEATURES, WIDTH), *[Block(WIDTH) for _ in range(3)])
+        self.head = nn.Linear(WIDTH, 1)
+        self.losses = []
+        self.rates = []
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        loss = F.mse_loss(self.head(self.backbone(x)).squeeze(-1), y)
+        self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
+        return loss
+
+    def on_train_batch_end(self, *args):
+        self.losses.append(float(self.trainer.callback_metrics["loss_step"]))
+        self.rates.append([group["lr"] for group in self.optimizers().param_groups])
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2, weight_decay=0.1)
+
+
+class LastBlocks(BaseFinetuning):
+    """Unfreezes one block of the second stage, and later one of the first."""
+
+    def freeze_before_training(self, pl_module):
+        self.freeze(pl_module.backbone)
+
+    def finetune_function(self, pl_module, epoch, optimizer):
+        if epoch in (1, 2):
+            block = pl_module.backbone[3 if epoch == 1 else 1]
+            self.unfreeze_and_add_param_group(block, optimizer, lr=epoch * 1e-3)
+
+
+class OwnGroups(LastBlocks):
+    """The same without Lightning's comparison of all parameters, which torch refuses between shards and plain tensors."""
+
+    @classmethod
+    def unfreeze_and_add_param_group(cls, modules, optimizer, lr):
+        cls.make_trainable(modules)
+        optimizer.add_param_group({"params": list(modules.parameters()), "lr": lr})
+
+
+CALLBACKS = {
+    "backbone": lambda: BackboneFinetuning(UNFREEZES, lambda_func=lambda epoch: 1.5, should_align=False),
+    "blocks": LastBlocks,
+    "own": OwnGroups,
+}
+
+
+def fit(trainer, *, resume=None):
+    module = seeded(Transfer)
+    options = trainer.strategy.distributed_sampler_kwargs if dist.is_initialized() else {"rank": 0, "num_replicas": 1}
+    loader = rank_loader(make_samples(16), 8, options["rank"], options["num_replicas"])
+    trainer.fit(module, loader, ckpt_path=resume)
+    return module
+
+
+def trainer_of(mesh, callback, num_epochs, **options):
+    options |= {"callbacks": [CALLBACKS[callback]()], "max_epochs": num_epochs}
+    if mesh is None:
+        return plain_trainer(**options)
+    pipeline = {"pipeline_module": "backbone", "microbatches": 2} if "pipeline_parallel" in mesh else {}
+    return build_trainer(mesh, strategy_options=pipeline, **options)
+
+
+def check(mesh, callback, tmp_path):
+    one = seeded(Transfer)
+    trainer_of(None, callback, NUM_EPOCHS).fit(one, rank_loader(make_samples(16), 8, 0, 1))
+    trainer = trainer_of(mesh, callback, NUM_EPOCHS)
+    whole = fit(trainer)
+    assert whole.losses == pytest.approx(one.losses, rel=1e-11)
+    assert whole.rates == one.rates
+    trainer.save_checkpoint(tmp_path / "whole.ckpt")
+    saved = read_checkpoint(tmp_path / "whole.ckpt")
+    torch.testing.assert_close(saved["state_dict"], one.state_dict(), **TOLERANCE)
+    assert [len(group["params"]) for group in saved["optimizer_states"][0]["param_groups"]] == [
+        len(group["params"]) for group in one.optimizers().param_groups
+    ]
+    for num_epochs in (UNFREEZES, UNFREEZES + 1):
+        half = trainer_of(mesh, callback, num_epochs)
+        fit(half)
+        half.save_checkpoint(tmp_path / "half.ckpt")
+        resumed = trainer_of(mesh, callback, NUM_EPOCHS)
+        module = fit(resumed, resume=tmp_path / "half.ckpt")
+        assert module.losses == whole.losses[2 * num_epochs :]
+        assert module.rates == whole.rates[2 * num_epochs :]
+        resumed.save_checkpoint(tmp_path / "resumed.ckpt")
+        again = read_checkpoint(tmp_path / "resumed.ckpt")
+        torch.testing.assert_close(again["state_dict"], saved["state_dict"], rtol=0, atol=0)
+        torch.testing.assert_close(
+            again["optimizer_states"][0]["state"], saved["optimizer_states"][0]["state"], rtol=0, atol=0
+        )
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("callback", ["backbone", "blocks"])
+@pytest.mark.parametrize("mesh", MESHES)
+def test_unfreezing_and_resuming_behind_it(mesh, callback, tmp_path):
+    check(MESHES[mesh], callback, tmp_path)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.world_size(4)
+@pytest.mark.parametrize("axis", ["data_parallel_replicate", "pipeline_parallel"])
+def test_shards_on_two_axes(axis, tmp_path):
+    check({axis: 2, "data_parallel_shard": 2}, "own", tmp_path)
+
+
+def test_one_process_goes_on_with_what_was_unfrozen(tmp_path):
+    """Also from a file of plain Lightning, which itself leaves it frozen then."""
+    strategy = {"strategy": D9DStrategy(), "callbacks": [CALLBACKS["blocks"]()]}
+    losses = []
+    for num_epochs, options, resume in (
+        (NUM_EPOCHS, {"callbacks": [CALLBACKS["blocks"]()]}, None),
+        (2, {"callbacks": [CALLBACKS["blocks"]()]}, None),
+        (NUM_EPOCHS, strategy, tmp_path / "half.ckpt"),
+    ):
+        module = seeded(Transfer)
+        trainer = plain_trainer(max_epochs=num_epochs, **options)
+        trainer.fit(module, rank_loader(make_samples(16), 8, 0, 1), ckpt_path=resume)
+        trainer.save_checkpoint(tmp_path / "half.ckpt")
+        losses.append(module.losses)
+    whole, _, resumed = losses
+    assert resumed == whole[4:]
