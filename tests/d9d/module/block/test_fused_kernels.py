@@ -201,13 +201,14 @@ def test_flash_attention_4_compiles(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize(
     ("config", "package"),
     [
+        (None, None),
         (TorchGroupedMmBackendConfig(), None),
         (QuackGroupedMmBackendConfig(), "quack.gemm_interface"),
         (GroupedGemmBackendConfig(), "grouped_gemm"),
     ],
 )
 @pytest.mark.parametrize("counts", [[30, 0, 34, 8], [0, 0, 0, 0]])
-def test_grouped_products(config: AnyGroupedMmBackendConfig, package: str | None, counts: list[int]):
+def test_grouped_products(config: AnyGroupedMmBackendConfig | None, package: str | None, counts: list[int]):
     if package is not None:
         need_accelerator(package)
     params = GroupedMmParameters(in_features=32, out_features=64)

@@ -54,8 +54,9 @@ SCALINGS: list[tuple[RopeScaling, dict[str, Any], int | None]] = [
 
 @pytest.mark.parametrize(("scaling", "rope", "length"), SCALINGS, ids=lambda value: type(value).__name__)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("rotated_dim", [HEAD_DIM, 24])
 def test_scalings_equal_transformers(
-    scaling: RopeScaling, rope: dict[str, Any], length: int | None, dtype: torch.dtype
+    scaling: RopeScaling, rope: dict[str, Any], length: int | None, dtype: torch.dtype, rotated_dim: int
 ):
     rope_utils = pytest.importorskip("transformers.modeling_rope_utils")
     llama = pytest.importorskip("transformers.models.llama.modeling_llama")
@@ -63,7 +64,7 @@ def test_scalings_equal_transformers(
         hidden_size=HEAD_DIM,
         num_attention_heads=1,
         max_position_embeddings=4096,
-        rope_parameters={"rope_theta": float(BASE), **rope},
+        rope_parameters={"rope_theta": float(BASE), "partial_rotary_factor": rotated_dim / HEAD_DIM, **rope},
     )
     compute = rope_utils.ROPE_INIT_FUNCTIONS[rope["rope_type"]]
     if dtype == torch.float64:
@@ -73,7 +74,7 @@ def test_scalings_equal_transformers(
     else:
         expected, mscale = compute(config, None, seq_len=length)
         tolerance = FP32
-    result = scaling.inverse_frequencies(BASE, HEAD_DIM)
+    result = scaling.inverse_frequencies(BASE, rotated_dim)
     assert result.dtype == torch.float64
     assert expected.dtype == dtype
     torch.testing.assert_close(result.to(dtype), expected, **tolerance)

@@ -27,6 +27,7 @@ _KERNELS = {
 }
 _DIM_MULTIPLE = 8
 """Kernels want heads of a multiple of this many dimensions."""
+_HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 
 class TorchSdpaBackend(nn.Module):
@@ -78,6 +79,9 @@ class TorchSdpaBackend(nn.Module):
             groups = 1
         if mask is not None and mask.dtype != torch.bool:
             mask = mask.to(query_states.dtype)
+        if groups > 1 and not self._can_share_heads(query_states, value_states, mask):
+            key_states, value_states = (each.repeat_interleave(groups, dim=-3) for each in (key_states, value_states))
+            groups = 1
         with contextlib.nullcontext() if self._kernels is None else sdpa_kernel(self._kernels):
             output = F.scaled_dot_product_attention(
                 query_states,
@@ -89,6 +93,18 @@ class TorchSdpaBackend(nn.Module):
                 enable_gqa=groups > 1,
             )
         return output[..., :value_dim]
+
+    def _can_share_heads(
+        self, query_states: torch.Tensor, value_states: torch.Tensor, mask: torch.Tensor | None
+    ) -> bool:
+        """Tell whether a fused kernel takes fewer key heads than query heads: on accelerators flash attention alone (torch 2.13).
+
+        Where none does, torch would hold all attention weights, and copy key heads all the same.
+        """
+        if query_states.device.type == "cpu":
+            return True
+        takes_states = query_states.dtype in _HALF_DTYPES and query_states.shape[-1] == value_states.shape[-1]
+        return self.may_use_flash and mask is None and takes_states
 
 
 def _with_sinks(

@@ -3,10 +3,12 @@
 import importlib.util
 import math
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from pydantic import TypeAdapter, ValidationError
+from torch.overrides import TorchFunctionMode
 
 from d9d.module.block.attention.sdpa import (
     AnySdpaBackendConfig,
@@ -193,6 +195,39 @@ def test_only_chosen_kernels_run():
     q, k, v = all_states()
     with pytest.raises(RuntimeError, match=r"[Nn]o (viable backend|available kernel)"):
         build(TorchSdpaBackendConfig(backends=["CUDNN_ATTENTION"]))(q, k, v, None, True, SCALE)
+
+
+class KeyHeads(TorchFunctionMode):
+    """Notes how many key heads torch's function gets, and whether it is to share them."""
+
+    calls: list[tuple[int, bool]]
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.nn.functional.scaled_dot_product_attention:
+            self.calls.append((args[1].shape[-3], kwargs["enable_gqa"]))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "kernels", "window", "shares"),
+    [
+        ("cpu", torch.float64, None, 2, True),
+        ("meta", torch.bfloat16, None, None, True),
+        ("meta", torch.bfloat16, None, 2, False),  # a mask
+        ("meta", torch.float32, None, None, False),
+        ("meta", torch.bfloat16, ["EFFICIENT_ATTENTION", "CUDNN_ATTENTION"], None, False),
+    ],
+)
+def test_key_heads_are_copied_where_no_fused_kernel_shares_them(
+    device: str, dtype: torch.dtype, kernels: list[str] | None, window: int | None, shares: bool
+):
+    """What the documentation of torch says of CUDA stands for all accelerators, here for none."""
+    backend = build(TorchSdpaBackendConfig(backends=kernels), (window, None))
+    q, k, v = (torch.empty(1, heads, 7, 8, device=device, dtype=dtype) for heads in (4, 2, 2))
+    with KeyHeads() as seen:
+        seen.calls = []
+        backend(q, k, v, None, True, SCALE)
+    assert seen.calls == [(2, True) if shares else (4, False)]
 
 
 def test_config_union():
