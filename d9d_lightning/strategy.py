@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.fabric.utilities.types import _PATH
@@ -90,6 +89,7 @@ class D9DStrategy(ParallelStrategy):
         mp_policy: MixedPrecisionPolicy | None = None,
         reshard_after_forward: bool | int | None = None,
         timeout_s: float | None = None,
+        init_timeout_s: float | None = None,
         launcher: LauncherName | None = None,
         source_checkpoint: str | Path | None = None,
         load_mapper: MapperSpec = None,
@@ -118,6 +118,7 @@ class D9DStrategy(ParallelStrategy):
             mp_policy: FSDP's own mixed precision, for the default and the pattern plan. None: autocast, as ``precision`` says.
             reshard_after_forward: As of ``fully_shard``: frees what is gathered. None: except while batches accumulate.
             timeout_s: Time limit of collectives in seconds. None: 30 minutes.
+            init_timeout_s: Their limit until the first step of a fit is done, where it compiles. None: `timeout_s`.
             launcher: How processes start that neither torchrun nor a cluster starts: "script" runs the script again, "fork" and
                 "spawn" make children of this one, whose weights and metrics come back. None: "fork" in a notebook, else "script".
             source_checkpoint: Model state (a folder, or one file) that training starts from, loaded before a ``ckpt_path`` is.
@@ -144,6 +145,7 @@ class D9DStrategy(ParallelStrategy):
             microbatches=microbatches,
             bucket_size_mb=bucket_size_mb,
             timeout_s=timeout_s,
+            init_timeout_s=init_timeout_s,
             launcher=launcher,
             on_nonfinite=on_nonfinite,
             max_restarts_without_progress=max_restarts_without_progress,
@@ -258,10 +260,10 @@ class D9DStrategy(ParallelStrategy):
         reset_seed()
         if self.cluster_environment is None or self.parallel_devices is None:
             raise RuntimeError("the strategy is not connected to a Trainer")
-        timeout_s, num_devices = self._options.timeout_s, len(self.parallel_devices)
-        self._context = join_job(self.mesh, self.cluster_environment, num_devices, self.root_device, timeout_s)
+        num_devices, first_s = len(self.parallel_devices), self._options.first_timeout_s
+        self._context = join_job(self.mesh, self.cluster_environment, num_devices, self.root_device, first_s)
         if self.lightning_module is not None:
-            self._failure = RunFailure(self._context, self.lightning_module.trainer, timeout_s)
+            self._failure = RunFailure(self._context, self.lightning_module.trainer, self._options.timeout_s)
             agree_on_run(self._context, self.lightning_module.trainer, self._options)
             if is_overridden("configure_model", self.lightning_module):  # a module that holds groups cannot be copied
                 self.lightning_module._device_mesh = self._context.mesh_for(DENSE_DOMAIN)
@@ -319,7 +321,6 @@ class D9DStrategy(ParallelStrategy):
             check_optimizers(module, self.optimizers, self._cut)
         self.setup_precision_plugin()
         if is_fitting:
-            _optimizers_to_device(self.optimizers, self.root_device)
             self._run.start_training(self.optimizers, self._lightning_optimizers, self._options)
 
     @property
@@ -596,5 +597,4 @@ class D9DStrategy(ParallelStrategy):
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         states, module = checkpoint["optimizer_states"], self._connected_module
-        load_optimizer_states(states, self.optimizers, module=module, cut=self._cut)
-        _optimizers_to_device(self.optimizers, self.root_device)
+        load_optimizer_states(states, self.optimizers, module=module, cut=self._cut, device=self.root_device)

@@ -1,10 +1,13 @@
 """Bring whole states of a module and its optimizers, from memory or from files, to what a rank has of them."""
+# Lightning keeps the move of states to a device to its own strategies
+# pyright: reportPrivateUsage=false
 
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -142,6 +145,7 @@ def load_optimizer_states(
     *,
     module: nn.Module,
     cut: StageCut | None = None,
+    device: torch.device | None = None,
 ) -> None:
     """Load the states of whole optimizers into what this rank has of them.
 
@@ -154,6 +158,7 @@ def load_optimizer_states(
         optimizers: Optimizers of the module.
         module: Gives parameters their names.
         cut: The whole module, if it is cut into pipeline stages.
+        device: Where their tensors go; None leaves them where they are.
 
     Raises:
         ValueError: If there are other optimizers, groups or parameters than were saved.
@@ -174,6 +179,8 @@ def load_optimizer_states(
             state = part_of_optimizer(state, own[number], whole[number], number)
         _tell_other_rates(optimizer, state, number)
         optimizer.load_state_dict(shard_optimizer_state(state, optimizer))
+    if device is not None:
+        _optimizers_to_device(optimizers, device)
 
 
 def _in_order(state: dict[str, Any], saved: GroupNames, wanted: GroupNames, number: int) -> dict[str, Any]:

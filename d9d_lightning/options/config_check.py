@@ -48,6 +48,7 @@ def option_problems(
     bucket_size_mb: object = 32,
     min_unit_params: object = 0,
     timeout_s: object = None,
+    init_timeout_s: object = None,
     max_restarts_without_progress: object = 3,
     model_states: ModelStateOptions | None = None,
 ) -> list[str]:
@@ -64,6 +65,7 @@ def option_problems(
         bucket_size_mb: Size of gradient buckets in MiB.
         min_unit_params: Smallest FSDP unit of the default plan.
         timeout_s: Time limit of collectives in seconds; None for the usual one.
+        init_timeout_s: The same until the first step is done; None for `timeout_s`.
         max_restarts_without_progress: Restarts in a row that may bring no newer checkpoint.
         model_states: Where weights come from; None keeps those of the module.
     """
@@ -76,7 +78,7 @@ def option_problems(
             "mp_policy does not work with pipeline_parallel > 1: stages would send other types than they agree on. Use "
             "precision='bf16-mixed' or 'bf16-true' of the Trainer."
         )
-    problems += _number_problems(bucket_size_mb, min_unit_params, timeout_s)
+    problems += _number_problems(bucket_size_mb, min_unit_params, timeout_s, init_timeout_s)
     if type(max_restarts_without_progress) is not int or max_restarts_without_progress < 0:
         problems.append(
             f"max_restarts_without_progress ({max_restarts_without_progress!r}) must be a whole number of at least 0."
@@ -209,14 +211,21 @@ def _pipeline_problems(params: DeviceMeshParameters, pipeline_module: object, sc
     return problems
 
 
-def _number_problems(bucket_size_mb: object, min_unit_params: object, timeout_s: object) -> list[str]:
+def _number_problems(
+    bucket_size_mb: object, min_unit_params: object, timeout_s: object, init_timeout_s: object
+) -> list[str]:
     problems: list[str] = []
     if not _is_number(bucket_size_mb) or bucket_size_mb <= 0:
         problems.append(f"bucket_size_mb ({bucket_size_mb!r}) must be a number of more than 0, in MiB.")
     if not _is_number(min_unit_params) or min_unit_params < 0:
         problems.append(f"min_unit_params ({min_unit_params!r}) must be a number of at least 0.")
-    if timeout_s is not None and (not _is_number(timeout_s) or timeout_s <= 0):
-        problems.append(f"timeout_s ({timeout_s!r}) must be a number of more than 0, in seconds, or None.")
+    for name, limit_s in (("timeout_s", timeout_s), ("init_timeout_s", init_timeout_s)):
+        if limit_s is not None and (not _is_number(limit_s) or limit_s <= 0):
+            problems.append(f"{name} ({limit_s!r}) must be a number of more than 0, in seconds, or None.")
+    if init_timeout_s is not None and timeout_s is None:
+        problems.append(
+            f"init_timeout_s ({init_timeout_s!r}) needs timeout_s, the limit behind the first step. Set both."
+        )
     return problems
 
 

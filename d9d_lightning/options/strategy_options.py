@@ -35,6 +35,7 @@ class StrategyOptions:
     microbatches: int | None
     bucket_size_mb: int
     timeout_s: float | None
+    init_timeout_s: float | None
     launcher: LauncherName | None
     on_nonfinite: OnNonfinite
     max_restarts_without_progress: int
@@ -44,6 +45,11 @@ class StrategyOptions:
     def num_microbatches(self) -> int:
         """Number of microbatches of a batch."""
         return self.microbatches or 1
+
+    @property
+    def first_timeout_s(self) -> float | None:
+        """Time limit of collectives until the first step of a fit is done."""
+        return self.timeout_s if self.init_timeout_s is None else self.init_timeout_s
 
     def pipeline(self, mesh: DeviceMeshParameters) -> PipelineOptions | None:
         """Return how the module is cut into stages on a mesh; None if it is not."""
@@ -109,6 +115,7 @@ class StrategyOptions:
             bucket_size_mb=self.bucket_size_mb,
             min_unit_params=self.plan.min_unit_params,
             timeout_s=self.timeout_s,
+            init_timeout_s=self.init_timeout_s,
             max_restarts_without_progress=self.max_restarts_without_progress,
             model_states=self.model_states,
         )

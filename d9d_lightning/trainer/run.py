@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch.optim import Optimizer
@@ -91,6 +92,7 @@ class TrainerRun:
         self._gradients: DataParallelGradients | None = None
         self._flags: FlagFollower | None = None
         self._fsdp: FsdpSteps | None = None
+        self._step_timeout_s: float | None = None
         self._free_shards: Callable[[], None] | None = None
         self._uneven_batches: UnevenBatches | None = None
         self._correction: float | torch.Tensor = 1.0
@@ -147,7 +149,7 @@ class TrainerRun:
         """Begin a fit: on several ranks, take over gradients and buffers. All ranks must call it.
 
         Args:
-            optimizers: Of the module, with their states on the device.
+            optimizers: Of the module; their states go to the device.
             lightning_optimizers: Lightning's wrappers around them.
             options: Of the strategy.
 
@@ -155,10 +157,12 @@ class TrainerRun:
             RuntimeError: If torchrun has restarted the job too often without progress.
             ValueError: On all ranks, if they have different optimizers.
         """
+        _optimizers_to_device(optimizers, self._device)
         count_fit(self._trainer, self._context, options.max_restarts_without_progress)
         restore_added_groups(self._trainer, self._module, optimizers)
         if self._context is None:
             return
+        self._step_timeout_s = None if options.init_timeout_s is None else options.timeout_s
         agree_on_optimizers(self._module, optimizers, self._context, is_cut=pipeline_of(self._module) is not None)
         module, data_groups = self._module, data_parallel_groups(self._context)
         self._buffers = ModelBuffers(module)
@@ -288,6 +292,9 @@ class TrainerRun:
         yield
         if self._pipeline_steps is not None:
             self._pipeline_steps.free_gathered()
+        if self._step_timeout_s is not None and self._context is not None:
+            limit_s, self._step_timeout_s = self._step_timeout_s, None
+            self._context.set_timeout(limit_s)
 
     @contextmanager
     def _correcting_gradients(self, factor: float | torch.Tensor) -> Generator[None]:

@@ -150,7 +150,7 @@ def test_a_failing_stage_ends_the_others(tmp_path, monkeypatch):
     with pytest.raises(RuntimeError if dist.get_rank() == 0 else Exception, match="boom"):
         fit(MESHES[2], seeded(Failing), callbacks=callbacks, enable_checkpointing=True)
     assert time.monotonic() - start_s < 10
-    assert not list(tmp_path.iterdir())
+    assert {path.name for path in tmp_path.iterdir()} <= {".lock"}  # which rank 0 may still be about to release
 
 
 @pytest.mark.world_size(2)

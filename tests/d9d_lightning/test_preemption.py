@@ -165,6 +165,7 @@ def test_nothing_is_saved_before_the_first_step(tmp_path):
     with pytest.raises(SIGTERMException) as ended:
         trainer.fit(seeded(Regression), loader())
     assert ended.value.code == 143
+    dist.barrier()
     assert not list(tmp_path.iterdir())
 
 

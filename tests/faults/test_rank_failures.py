@@ -110,6 +110,15 @@ def test_lightning_ends_all_ranks_too(tmp_path: Path, kind: str, place: str):
         check_reason(job, tmp_path, kind, LIGHTNING_PLACES[place])
 
 
+@pytest.mark.faults
+def test_the_first_step_of_a_fit_has_a_limit_of_its_own(tmp_path: Path):
+    """A51: it may take longer than the steps behind it, of which one that sleeps ends the job."""
+    timeout_s, init_timeout_s, first_step_s = 3.0, 600.0, 7.0
+    with running_job(fit, tmp_path, str(tmp_path), "sleep", "step", timeout_s, init_timeout_s, first_step_s) as job:
+        assert end_of(job, tmp_path) == [1, 1]
+        check_reason(job, tmp_path, "sleep", LIGHTNING_PLACES["step"])
+
+
 @pytest.mark.parametrize(
     ("kind", "is_connected", "culprit_keeps_store"),
     [
