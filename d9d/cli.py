@@ -12,7 +12,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from typing_extensions import override
+
 from d9d import cli_checkpoint, cli_data
+from d9d.core.module_names import did_you_mean
 from d9d.pipelining.actions import Program, format_program
 from d9d.pipelining.schedules import SCHEDULE_NAMES, build_program_builder, schedule_problems
 from d9d.pipelining.timeline import ActionCosts, Timeline, simulate
@@ -54,6 +57,7 @@ The exit status is 0 if all is well and 1 if something is wrong.
   python -m d9d inspect llama/ --names '*.norm.weight'
   python -m d9d inspect llama/ --mapper my_model.mappers:from_huggingface"""
 
+_WORD = r"[\w-]+"
 _MAPPER_FORM = "pkg.module:function"
 _DTYPES = ("bf16", "fp16", "fp32", "fp64", "fp8_e4m3", "fp8_e5m2")
 _SIZE_UNITS = {"KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
@@ -74,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
         SystemExit: If the words are wrong (status 2; the message names all problems), or ask for help.
     """
-    parser = argparse.ArgumentParser(prog="python -m d9d", description="Distributed training for PyTorch.")
+    parser = _Parser(prog="python -m d9d", description="Distributed training for PyTorch.")
     commands = parser.add_subparsers(title="commands", dest="command", required=True, metavar="COMMAND")
     summaries = (
         ("pipeline", "show the program of a pipeline schedule: its timeline, bubble and memory", _PIPELINE_HELP),
@@ -84,16 +88,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         ("checkpoint", "list, verify, show and compare training checkpoints", cli_checkpoint.HELP),
     )
     raw = argparse.RawDescriptionHelpFormatter
-    pipeline, convert, inspect, data, checkpoint = (
+    parsers = [
         commands.add_parser(name, help=summary, description=description, formatter_class=raw)
         for name, summary, description in summaries
-    )
+    ]
+    pipeline, convert, inspect, data, checkpoint = parsers
     _add_pipeline_arguments(pipeline)
     _add_convert_arguments(convert)
     _add_inspect_arguments(inspect)
     cli_data.add_arguments(data)
     cli_checkpoint.add_arguments(checkpoint)
-    args = parser.parse_args(argv)
+    args, others = parser.parse_known_args(argv)
+    if others:
+        next(each for each in parsers if each.prog.endswith(f" {args.command}")).refuse(others)
     match args.command:
         case "convert":
             return _run_convert(convert, args)
@@ -105,6 +112,21 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _run_described(checkpoint, args, cli_checkpoint.describe)
         case _:
             return _run_pipeline(pipeline, args)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Names the nearest command, choice or option where one is not known."""
+
+    @override
+    def error(self, message: str) -> NoReturn:
+        wrong = re.search(r"invalid choice: '(.*)' \(choose from (.*)\)$", message)
+        super().error(message if wrong is None else f"{message}.{did_you_mean(wrong[1], re.findall(_WORD, wrong[2]))}")
+
+    def refuse(self, others: Sequence[str]) -> NoReturn:
+        """End with what is not understood."""
+        known = re.findall(r"--[\w-]+", self.format_help())
+        hints = [did_you_mean(word, known) for word in others if word.startswith("-")]
+        self.error(f"unrecognized arguments: {' '.join(others)}.{''.join(hints)}")
 
 
 def _add_pipeline_arguments(parser: argparse.ArgumentParser) -> None:

@@ -22,6 +22,7 @@ from d9d.checkpoint.folder import Probe, SavedCheckpoint, has_record, ignore_poi
 from d9d.checkpoint.record import RECORD_NAME, CommitRecord
 from d9d.checkpoint.writer import sync_folder
 from d9d.core.directory_lock import DirectoryLock, is_of_others
+from d9d.core.module_names import did_you_mean
 
 __all__ = ["CheckpointPath"]
 
@@ -205,6 +206,8 @@ class CheckpointPath:
         try:
             record = CommitRecord.read(self._path)
         except FileNotFoundError as error:
+            if not self._path.exists():
+                raise no_checkpoint(self._path) from error
             raise FileNotFoundError(
                 f"{self._path} is no checkpoint: it has no {RECORD_NAME}, which is written when a checkpoint is complete"
             ) from error
@@ -243,3 +246,10 @@ def _remove_real(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
     else:
         path.unlink(missing_ok=True)
+
+
+def no_checkpoint(path: Path) -> FileNotFoundError:
+    """Return the error of a path at which nothing is, which asks for the nearest name beside it."""
+    folder = path.absolute().parent
+    beside = [each.name for each in folder.iterdir()] if folder.is_dir() else []
+    return FileNotFoundError(f"there is no checkpoint {path}.{did_you_mean(path.name, beside)}")

@@ -72,6 +72,7 @@ def config_problems(error: ValidationError, kind: object, settings: object, root
     for each in _explained(error, kind).errors(include_url=False):
         message = each["msg"].removeprefix("Value error, ")
         message = re.sub("^Input should be", "must be", message).replace("Field required", "is missing")
+        message = re.sub("a valid (tuple|list|set)$", "a list", message)
         where = _path(each, kind, settings, root)
         value = each["input"]
         has_value = where and each["type"] != "missing" and not isinstance(value, BaseModel | Mapping | list | tuple)

@@ -32,6 +32,7 @@ from torch.optim import Optimizer
 
 from d9d.checkpoint import CheckpointPath, CheckpointSaver, Document, verify_checkpoint
 from d9d.checkpoint.inspection import is_checkpoint
+from d9d.checkpoint.single import no_checkpoint
 from d9d.core.device import random_state, set_random_state
 from d9d.core.directory_lock import DirectoryLock
 from d9d.core.dist_context import DistributedContext
@@ -388,7 +389,7 @@ def _find_folder(path: str | Path) -> bool:
         return False
     CheckpointPath(Path(local), _log).recover()
     if not Path(local).exists():
-        raise FileNotFoundError(f"there is no checkpoint {local}")
+        raise no_checkpoint(Path(local))
     return Path(local).is_dir()
 
 

@@ -136,6 +136,8 @@ def test_all_problems_are_named_at_once(capsys: pytest.CaptureFixture[str]):
         (f"{PIPELINE} --transfer nan", "--transfer (nan) must be a number"),
         (f"{PIPELINE} --forward 0 --backward-input 0 --backward-weight 0", "must be above 0"),
         ("train", "invalid choice: 'train' (choose from"),
+        ("pipline", "Did you mean 'pipeline'?"),
+        (f"{PIPELINE} --transfr 1", "unrecognized arguments: --transfr 1. Did you mean '--transfer'?"),
     ],
 )
 def test_wrong_words_are_refused_with_what_is_valid(command: str, problem: str, capsys: pytest.CaptureFixture[str]):

@@ -100,7 +100,7 @@ def test_shard_sizes_have_units(folder: Path, size: str, num_files: int | None, 
     ("command", "words"),
     [
         ("convert src", ["the following arguments are required: DST"]),
-        ("convert src dst --dtype bf61", ["invalid choice: 'bf61'", "bf16"]),
+        ("convert src dst --dtype bf61", ["invalid choice: 'bf61'", "Did you mean 'bf16'?"]),
         ("convert src dst --shard-size 4", ["'4' is no size above 0 with a unit"]),
         ("convert nowhere dst", ["no model state at nowhere"]),
         ("convert src src", ["src is the source itself"]),

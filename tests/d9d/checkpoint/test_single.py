@@ -143,6 +143,8 @@ def test_a_path_without_a_checkpoint(tmp_path: Path):
     with pytest.raises(FileNotFoundError, match=r"is no checkpoint: it has no commit\.json"):
         CheckpointPath(tmp_path, LOGGER).complete()
     save(tmp_path / "a", 1)
+    with pytest.raises(FileNotFoundError, match=r"there is no checkpoint .*/a1\. Did you mean 'a'\?"):
+        CheckpointPath(tmp_path / "a1", LOGGER).complete()
     (tmp_path / "a" / RECORD_NAME).write_text("nothing")
     assert "damaged" in CheckpointPath(tmp_path / "a", LOGGER).complete().damage
 

@@ -81,6 +81,7 @@ def test_settings_that_are_right(tmp_path):
             "loop.phases[0].mode ('hodl') must be 'hold' or 'decay'. Did you mean 'hold'?",
         ),
         ("loop: {phases: [{kind: steps, steps: 0}]}", "loop.phases[0].steps (0) must be greater than or equal to 1"),
+        ("loop: {phases: steps}", "loop.phases ('steps') must be a list"),
         ("loop: {phases: [{kind: steps}]}", "loop.phases[0].steps is missing"),
         (
             "loop: {}\nfirst: {kind: stepz}",
