@@ -3,6 +3,7 @@
 import dataclasses
 import os
 from collections.abc import Callable, Iterator
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import torch
@@ -108,12 +109,13 @@ class ItemLoader:
         transfer = WorkerTransfer(max_bytes=max_bytes, is_copied=is_copied)
         # The thread that puts tensors into page-locked memory must find them.
         is_packed = options.num_workers > 0 and not options.pin_memory
+        pack = transfer.pack if is_packed else _as_it_is
         self._unpack = transfer.unpack if is_packed else _as_it_is
         self._loader = DataLoader(
             items,
             sampler=sampler,
             batch_size=None,
-            collate_fn=transfer.pack if is_packed else _as_it_is,
+            collate_fn=_Sender(pack) if options.num_workers > 0 else pack,
             num_workers=options.num_workers,
             persistent_workers=options.persistent_workers,
             pin_memory=options.pin_memory,
@@ -126,6 +128,31 @@ class ItemLoader:
 
     def __iter__(self) -> Iterator[Any]:
         return map(self._unpack, self._loader)
+
+
+class _Sender:
+    """Prepares items for their way out of a loader process, and tries it with the first one.
+
+    What cannot travel is lost on the way, in a thread that only prints it, and the process that trains waits for ever.
+    """
+
+    def __init__(self, pack: Callable[[Any], Any]) -> None:
+        self._pack = pack
+        self._has_tried = False
+
+    def __call__(self, item: Any) -> Any:  # noqa: ANN401
+        sent = self._pack(item)
+        if not self._has_tried:
+            self._has_tried = True
+            try:
+                ForkingPickler.dumps(sent)
+            except Exception as error:
+                raise TypeError(
+                    f"a loader process has made a {type(item).__name__} that cannot be sent to the process that trains: {error!r}. "
+                    f"Let the dataset and the collate function return tensors, arrays, and other values that can be pickled, or set "
+                    f"num_workers to 0."
+                ) from error
+        return sent
 
 
 # A function, since a lambda cannot travel to processes that are spawned.

@@ -713,6 +713,15 @@ def test_a_worker_that_hangs_is_reported():
         )
 
 
+@pytest.mark.timeout_s(30)
+def test_what_cannot_leave_a_loader_process_is_reported():
+    def lazily(samples):
+        return (sample for sample in samples)
+
+    with pytest.raises(TypeError, match=r"has made a generator that cannot be sent .* set num_workers to 0"):
+        list(stream(plan(), collate=lazily, workers=1))
+
+
 def test_what_goes_to_loader_processes_can_travel():
     packs = stream(plan(), collate=list, workers=1)
     loader = pickle.loads(pickle.dumps(packs._microbatches.items))  # noqa: S301 - as the loader does it
