@@ -124,4 +124,6 @@ def main(config: ProjectConfig) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("Which config? For example examples/pretrain_lm/lightning.yaml")
     main(read_config(sys.argv[1], ProjectConfig))

@@ -123,4 +123,6 @@ def main(config: ProjectConfig) -> None:
         print_perplexities(Path(config.trainer.logging.tracker.path), config.trainer.run.name)
 
 
+if len(sys.argv) != 2:
+    sys.exit("Which config? For example examples/pretrain_lm/native.yaml")
 main(read_config(sys.argv[1], ProjectConfig))

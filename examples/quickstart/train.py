@@ -130,6 +130,8 @@ class ProjectConfig(Config):
     lr_scheduler: AutoLRSchedulerConfig
 
 
+if len(sys.argv) != 2:
+    sys.exit("Which config? For example examples/quickstart/config.yaml")
 config = read_config(sys.argv[1], ProjectConfig)
 
 trainer = TrainingConfigurator(
