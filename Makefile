@@ -42,11 +42,11 @@ test-exhaustive: $(INSTALLED) ## run every combination of schedules, ranks and m
 	$(PYTEST) -m exhaustive $(PYTEST_ARGS)
 
 # Kernels of other packages, and a torch that has Triton: some GB. The packages' own requirements would build for a GPU. Version 4
-# of flash-attn comes last: version 2 brings an older copy of its files.
+# of flash-attn comes last: version 2 brings an older copy of its files, and has kernels that later versions of Triton refuse.
 KERNELS := .venv-kernels
 $(KERNELS)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(KERNELS)
-	$(KERNELS)/bin/pip install --quiet $(PIP_ARGS) -c constraints.txt -e ".[dev]" triton einops wheel nvidia-cutlass-dsl==4.8.1
+	$(KERNELS)/bin/pip install --quiet $(PIP_ARGS) -c constraints.txt -e ".[dev]" triton==3.8.0 einops wheel nvidia-cutlass-dsl==4.8.1
 	FLASH_ATTENTION_SKIP_CUDA_BUILD=TRUE $(KERNELS)/bin/pip install --quiet --no-deps --no-build-isolation flash-attn==2.8.3.post2
 	$(KERNELS)/bin/pip install --quiet --no-deps flash-attn-4==4.0.0b36 quack-kernels==0.6.5 apache-tvm-ffi==0.1.11 torch-c-dlpack-ext \
 		fla-core==0.6.0 flash-linear-attention==0.6.0 cut-cross-entropy==25.1.1

@@ -185,6 +185,8 @@ def test_flash_attention_2_pads_values_that_are_narrower_or_wider(monkeypatch: p
 
 def test_flash_attention_4_compiles(monkeypatch: pytest.MonkeyPatch):
     """For a Hopper GPU, without one: what it is called with passes all of its checks and the compiler."""
+    if torch.version.cuda is None:
+        pytest.skip("needs a torch that is built for CUDA")
     environment = {"FLASH_ATTENTION_ARCH": "sm_90", "CUTE_DSL_ARCH": "sm_90a", "FLASH_ATTENTION_NUM_SMS": "132"}
     if ON_CPU:  # version 2, if it is there too, would ask for CUDA
         environment["FLASH_ATTENTION_TRITON_AMD_ENABLE"] = "TRUE"
