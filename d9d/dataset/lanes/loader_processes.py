@@ -2,6 +2,8 @@
 
 import dataclasses
 import os
+import threading
+import time
 from collections.abc import Callable, Iterator
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
@@ -15,6 +17,7 @@ __all__ = ["ItemLoader", "LoaderOptions", "OwnProcessGroup", "loader_failure"]
 
 _PREFETCH_FACTOR = 2
 """PyTorch's default."""
+_WATCH_PERIOD_S = 0.3
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,7 +71,11 @@ class OwnProcessGroup:
 
     Launchers that tell a job to end signal the process group of each rank, as torchrun does (torch 2.13). The rank only notes
     that, and saves after its step; a loader process would end at once, and the rank then fails for want of data. Out of reach
-    of such signals, loader processes end with their rank, which PyTorch sees to.
+    of such signals, loader processes end with their rank.
+
+    [Note: loader processes end at once]
+    A loader process that was forked holds the sockets and locks of its rank, too. When the rank is killed, nobody notices until
+    the loader processes have ended, and PyTorch's look for their parent every 5 s only. So a thread looks more often.
 
     Attributes:
         then: The ``worker_init_fn`` of the user, called after that.
@@ -79,8 +86,16 @@ class OwnProcessGroup:
     def __call__(self, worker_id: int) -> None:
         """Begin a loader process, in it."""
         os.setpgid(0, 0)
+        threading.Thread(target=_end_with, args=(os.getppid(),), name="d9d-rank-watch", daemon=True).start()
         if self.then is not None:
             self.then(worker_id)
+
+
+def _end_with(parent_pid: int) -> None:
+    while os.getppid() == parent_pid:
+        time.sleep(_WATCH_PERIOD_S)
+    # Not sys.exit: it would end this thread only.
+    os._exit(1)
 
 
 # `Any`, here and below: items are of any type.
