@@ -5,13 +5,12 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from d9d.dataset.lanes.worker_transfer import WorkerTransfer, message_bytes
+from d9d.dataset.lanes.worker_transfer import WorkerTransfer, message_bytes, tried
 
 __all__ = ["ItemLoader", "LoaderOptions", "OwnProcessGroup", "loader_failure"]
 
@@ -122,15 +121,18 @@ class ItemLoader:
         self.items = items
         max_bytes = message_bytes(options.num_workers * (options.prefetch_factor or _PREFETCH_FACTOR))
         transfer = WorkerTransfer(max_bytes=max_bytes, is_copied=is_copied)
-        # The thread that puts tensors into page-locked memory must find them.
-        is_packed = options.num_workers > 0 and not options.pin_memory
-        pack = transfer.pack if is_packed else _as_it_is
-        self._unpack = transfer.unpack if is_packed else _as_it_is
+        self._unpack: Callable[[Any], Any] = _as_it_is
+        collate: Callable[[Any], Any] = _as_it_is
+        if options.num_workers > 0 and options.pin_memory:
+            # The thread that puts tensors into page-locked memory must find them.
+            collate = tried
+        elif options.num_workers > 0:
+            collate, self._unpack = transfer.pack, transfer.unpack
         self._loader = DataLoader(
             items,
             sampler=sampler,
             batch_size=None,
-            collate_fn=_Sender(pack) if options.num_workers > 0 else pack,
+            collate_fn=collate,
             num_workers=options.num_workers,
             persistent_workers=options.persistent_workers,
             pin_memory=options.pin_memory,
@@ -143,31 +145,6 @@ class ItemLoader:
 
     def __iter__(self) -> Iterator[Any]:
         return map(self._unpack, self._loader)
-
-
-class _Sender:
-    """Prepares items for their way out of a loader process, and tries it with the first one.
-
-    What cannot travel is lost on the way, in a thread that only prints it, and the process that trains waits for ever.
-    """
-
-    def __init__(self, pack: Callable[[Any], Any]) -> None:
-        self._pack = pack
-        self._has_tried = False
-
-    def __call__(self, item: Any) -> Any:  # noqa: ANN401
-        sent = self._pack(item)
-        if not self._has_tried:
-            self._has_tried = True
-            try:
-                ForkingPickler.dumps(sent)
-            except Exception as error:
-                raise TypeError(
-                    f"a loader process has made a {type(item).__name__} that cannot be sent to the process that trains: {error!r}. "
-                    f"Let the dataset and the collate function return tensors, arrays, and other values that can be pickled, or set "
-                    f"num_workers to 0."
-                ) from error
-        return sent
 
 
 # A function, since a lambda cannot travel to processes that are spawned.

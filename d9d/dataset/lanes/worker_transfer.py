@@ -1,25 +1,26 @@
 """How items get from loader processes to the one that trains: small ones within the message, others in shared memory."""
 
 import dataclasses
+from multiprocessing.reduction import ForkingPickler
 from typing import Any, NamedTuple
 
 import torch
 
 from d9d.core.pytree import tree_map
 
-__all__ = ["WorkerTransfer", "message_bytes"]
+__all__ = ["WorkerTransfer", "message_bytes", "tried"]
 
 _PIPE_BYTES = 65_536
 """What a pipe holds until writing waits for the reader."""
 _ONE_WRITE_BYTES = 16_384
 """Python writes longer messages in two parts (`multiprocessing.connection`, 3.14)."""
 _ATOMIC_BYTES = 4_096
-_ENVELOPE_BYTES = 1_024
-"""Room for all of a message but the values of its tensors, if there are a few of these."""
+_ENVELOPE_BYTES = 256
+"""Room for what the loader adds to a message."""
 
 
 def message_bytes(num_under_way: int) -> int:
-    """Return how many bytes of tensors a message may have, see [Note: small items go through the pipe].
+    """Return how many bytes a message may have, see [Note: small items go through the pipe].
 
     Args:
         num_under_way: Most messages that nobody has read yet.
@@ -38,30 +39,75 @@ class WorkerTransfer:
     given the file behind it, which takes several hundred microseconds, and the file stays open as long as the tensor lives.
     The bytes of a small item travel in the message that is sent anyway, for a quarter of that. Messages must stay so short
     that the pipe holds all that are under way: a process that is killed while it waits for room leaves half a message, and
-    whoever reads it waits for the rest for ever.
+    whoever reads it waits for the rest for ever. So a message that is longer goes into shared memory as a whole.
+
+    [Note: messages are made at once]
+    A queue makes its messages in a thread, which only prints what goes wrong with one; it is lost then, and the process that
+    trains waits for ever. So messages are made where an error is told, and the queue is given bytes.
 
     Attributes:
-        max_bytes: Most bytes of tensors that go into a message.
-        is_copied: Whether larger items travel in one piece of shared memory, and are copied out of it: then few files are
-            open, however many tensors wait for their use. Otherwise they go as PyTorch sends them, and stay there.
+        max_bytes: Most bytes of a message.
+        is_copied: Whether larger items are copied out of shared memory: then no files stay open, however many tensors wait for
+            their use. Otherwise their tensors go as PyTorch sends them, and stay there.
     """
 
     max_bytes: int
     is_copied: bool = False
 
-    def pack(self, item: Any) -> Any:  # noqa: ANN401
-        """Return what to send for an item."""
+    def pack(self, item: Any) -> bytes:  # noqa: ANN401
+        """Return what to send for an item.
+
+        Raises:
+            TypeError: It cannot be sent.
+        """
         packer = _Packer()
         packed = tree_map(packer.place, item)
-        is_small = packer.num_bytes <= self.max_bytes
-        if not packer.contents or not (is_small or self.is_copied):
-            return item
-        content = torch.cat(packer.contents)
-        return _Packed(packed, content.numpy().tobytes() if is_small else content)
+        if packer.contents and (self.is_copied or packer.num_bytes <= self.max_bytes):
+            message = _message(_Packed(packed, torch.cat(packer.contents).numpy().tobytes()))
+        else:
+            message = _message(item)
+        if len(message) > self.max_bytes:
+            message = _message(_LongMessage(torch.frombuffer(bytearray(message), dtype=torch.uint8)))
+        return message
 
-    def unpack(self, sent: Any) -> Any:  # noqa: ANN401
+    def unpack(self, message: bytes) -> Any:  # noqa: ANN401
         """Return the item that was packed."""
-        return sent.item() if isinstance(sent, _Packed) else sent
+        item = _read(message)
+        if isinstance(item, _LongMessage):
+            item = _read(item.message.numpy().data)
+        return item.item() if isinstance(item, _Packed) else item
+
+
+def tried(item: Any) -> Any:  # noqa: ANN401
+    """Return an item of a loader process as it is, if it can be sent: for a thread that must find its tensors.
+
+    Raises:
+        TypeError: It cannot.
+    """
+    # Without its plain tensors, which would go into shared memory.
+    _message(tree_map(_Packer().place, item))
+    return item
+
+
+def _message(sent: object) -> bytes:
+    try:
+        return bytes(ForkingPickler.dumps(sent))
+    except Exception as error:
+        raise TypeError(
+            f"a loader process has made something that cannot be sent to the process that trains: {error!r}. Let the dataset and "
+            f"the collate function return tensors, arrays, and other values that can be pickled, or set num_workers to 0."
+        ) from error
+
+
+def _read(message: bytes | memoryview) -> Any:  # noqa: ANN401
+    # A plain function, which typeshed takes for a method.
+    return ForkingPickler.loads(message)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class _LongMessage(NamedTuple):
+    """Holds a message that a pipe might not."""
+
+    message: torch.Tensor
 
 
 class _Slot:
@@ -112,11 +158,10 @@ class _Packed(NamedTuple):
     """Holds an item with slots in place of its tensors, and their values."""
 
     packed: Any
-    content: bytes | torch.Tensor
-    """Goes into the message, or as one tensor through shared memory."""
+    content: bytes
 
     def item(self) -> Any:  # noqa: ANN401
-        content = memoryview(self.content if isinstance(self.content, bytes) else self.content.numpy().data)
+        content = memoryview(self.content)
         return tree_map(lambda leaf: leaf.tensor_in(content) if isinstance(leaf, _Slot) else leaf, self.packed)
 
 

@@ -714,12 +714,17 @@ def test_a_worker_that_hangs_is_reported():
 
 
 @pytest.mark.timeout_s(30)
-def test_what_cannot_leave_a_loader_process_is_reported():
+@pytest.mark.parametrize("pin_memory", [False, True])
+def test_what_cannot_leave_a_loader_process_is_reported(pin_memory):
     def lazily(samples):
-        return (sample for sample in samples)
+        return (sample for sample in samples) if 3 in samples else samples
 
-    with pytest.raises(TypeError, match=r"has made a generator that cannot be sent .* set num_workers to 0"):
-        list(stream(plan(), collate=lazily, workers=1))
+    loader = LoaderOptions(num_workers=1, pin_memory=pin_memory)
+    with pytest.raises(TypeError, match=r"something that cannot be sent .*generator.* set num_workers to 0"):
+        list(stream(plan(shuffle=False), collate=lazily, loader=loader))
+    # Nothing is sent without loader processes.
+    loader = LoaderOptions(pin_memory=pin_memory)
+    assert list(itertools.chain(*stream(plan(shuffle=False), collate=lazily, loader=loader)))
 
 
 def test_what_goes_to_loader_processes_can_travel():

@@ -84,28 +84,31 @@ def test_types_and_shared_tensors_stay(max_bytes):
     assert found[1]["tokens"].tolist() == list(range(40))
 
 
-def size_of(sent: object) -> int:
-    return len(pickle.dumps((0, sent))) + 4
+def size_of(message: bytes) -> int:
+    return len(pickle.dumps((0, message))) + 4
 
 
-def test_messages_are_short():
+ITEM_OF_MANY = [torch.arange(3) for _ in range(260)]
+
+
+@pytest.mark.parametrize("is_copied", [False, True])
+@pytest.mark.parametrize("item", [[torch.arange(1500)], ITEM_OF_MANY, ["text" * 5000], [np.arange(5000)]], ids=len)
+def test_messages_are_short(item, is_copied):
     for num_under_way in (1, 4, 16, 1000):
-        max_bytes = message_bytes(num_under_way)
-        transfer = WorkerTransfer(max_bytes=max_bytes)
-        part = max_bytes // 64 * 16
-        largest = {name: torch.zeros(part, dtype=torch.uint8) for name in ("tokens", "labels", "mask", "positions")}
+        transfer = WorkerTransfer(max_bytes=message_bytes(num_under_way), is_copied=is_copied)
         # A write of up to 4 KiB is never cut, one of up to 16 KiB only if the pipe of 64 KiB is full.
-        message = size_of(transfer.pack(largest))
-        assert 4 * part < message
+        message = size_of(transfer.pack(item))
         assert message <= 4096 or (message <= 16384 and message * (num_under_way + 1) <= 65536)
-        larger = {**largest, "more": torch.zeros(64, dtype=torch.uint8)}
-        assert transfer.pack(larger) is larger
 
 
-def test_large_items_go_as_they_are_or_as_one_tensor():
-    rows = [torch.arange(1000), torch.arange(1000)]
-    assert WorkerTransfer(max_bytes=4000).pack(rows) is rows
-    # Each of 20 tensors would keep a file open in the process that trains; they arrive with none.
+@pytest.mark.parametrize("is_copied", [False, True])
+def test_many_small_tensors_come_as_they_are(is_copied):
+    found = through_a_process(ITEM_OF_MANY, WorkerTransfer(max_bytes=4000, is_copied=is_copied))
+    assert [each.tolist() for each in found] == [[0, 1, 2]] * 260
+
+
+def test_large_items_keep_no_files_open_if_they_are_copied():
+    # Each of 20 tensors would keep a file open in the process that trains.
     items = [[torch.arange(1000 + index) for index in range(20)]]
     transfer = WorkerTransfer(max_bytes=4000, is_copied=True)
     iterator = iter(DataLoader(items, batch_size=None, num_workers=1, collate_fn=transfer.pack))
