@@ -251,7 +251,7 @@ class TrainerRun:
         self._note_step()
         with fsdp.inside_step():
             yield
-        if self._num_microbatches == 1:
+        if self._num_microbatches == 1 or not self._module.automatic_optimization:
             self._end_step()
 
     def _end_step(self) -> None:

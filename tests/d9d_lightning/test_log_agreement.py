@@ -71,6 +71,16 @@ class Logs(Regression):
             self.way(self)
 
 
+class TakesTheLoader(Logs):
+    """Reads its batches by itself."""
+
+    def training_step(self, dataloader_iter):
+        batch, batch_idx, _ = next(dataloader_iter)
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss, sync_dist=True, batch_size=2)
+        return loss
+
+
 def fit(module, mesh=MESH, **options):
     trainer = build_trainer(mesh, **options)
     loader = rank_loader(make_samples(16), 4, dist.get_rank(), 2)
@@ -164,13 +174,40 @@ def with_the_others(module):
     module.log("ours", float(dist.get_rank()), sync_dist=True)
 
 
+def noting_comparisons(monkeypatch):
+    """Return a list that takes where this rank compares what it logs, in order."""
+    places = []
+    compare = LogAgreement._compare
+
+    def note(self, results, where):
+        places.append(where)
+        compare(self, results, where)
+
+    monkeypatch.setattr(LogAgreement, "_compare", note)
+    return places
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize(
+    ("kind", "arguments", "first_step"),
+    [
+        (
+            ByHand,
+            [(nothing, nothing), (one_loss, one_loss)],
+            ["before a backward pass", "in the middle of a value that is reduced"],
+        ),
+        (TakesTheLoader, [None], ["in the middle of a value that is reduced"]),
+    ],
+)
+def test_steps_that_microbatches_do_not_cut_are_compared_once(monkeypatch, kind, arguments, first_step):
+    compared = noting_comparisons(monkeypatch)
+    fit(seeded(lambda: kind(*arguments)), strategy_options={"microbatches": 2}, limit_val_batches=0)
+    assert compared == [*first_step, "at the end of the step"]
+
+
 @pytest.mark.world_size(2)
 def test_what_is_not_reduced_may_differ_and_only_the_first_batch_is_compared(monkeypatch):
-    compared = []
-    compare = LogAgreement._compare
-    monkeypatch.setattr(
-        LogAgreement, "_compare", lambda self, results, where: (compared.append(where), compare(self, results, where))
-    )
+    compared = noting_comparisons(monkeypatch)
     module = seeded(lambda: Logs((for_itself, with_the_others)))
     trainer = fit(module, max_epochs=2)
     assert trainer.callback_metrics["ours"] == 0.5
