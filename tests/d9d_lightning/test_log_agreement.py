@@ -6,6 +6,7 @@ import torch.distributed as dist
 from torchmetrics import MeanMetric
 
 from d9d_lightning.logs.agreement import LogAgreement
+from d9d_lightning.metrics import sync_over
 from tests.d9d_lightning.support import Regression, build_trainer, make_samples, rank_loader, seeded
 from tests.d9d_lightning.test_pipeline_parity import BATCH, Stack
 
@@ -52,6 +53,9 @@ class Logs(Regression):
     def __init__(self, ways, where="training_step"):
         super().__init__()
         self.mean = MeanMetric()
+        self.own_mean = MeanMetric(sync_on_compute=False)
+        self.lone_mean = MeanMetric()
+        sync_over(self.lone_mean, None)
         self.way = nothing if ways is None else ways[dist.get_rank()]
         self.where = where
 
@@ -220,3 +224,44 @@ def test_what_is_not_reduced_may_differ_and_only_the_first_batch_is_compared(mon
         "in the middle of a value that is reduced",
     ]
     assert torch.isfinite(torch.stack(module.losses)).all()
+
+
+def metric_of_the_step(module):
+    module.mean(1.0)
+    module.log("mine", module.mean, on_step=True, on_epoch=False)
+
+
+def metric_that_does_not_gather(module):
+    module.own_mean(1.0)
+    module.log("mine", module.own_mean, on_step=False, on_epoch=True)
+
+
+def metric_over_no_ranks(module):
+    module.lone_mean(1.0)
+    module.log("mine", module.lone_mean, on_step=False, on_epoch=True)
+
+
+class OverItsOwnGroup(Logs):
+    """Rank 0 reduces over a group that it alone is in."""
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        if dist.get_rank() == 0:
+            self.log("mine", 3.0, sync_dist=True, sync_dist_group=self.own_group)
+        return loss
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("way", [metric_of_the_step, metric_that_does_not_gather, metric_over_no_ranks])
+def test_metrics_that_are_not_gathered_may_differ(way):
+    trainer = fit(seeded(lambda: Logs((way, nothing))), limit_val_batches=0)
+    assert dict(trainer.callback_metrics) == ({"mine": 1.0} if dist.get_rank() == 0 else {})
+
+
+@pytest.mark.world_size(2)
+def test_keys_that_are_reduced_over_another_group_may_differ():
+    groups = [dist.new_group([rank]) for rank in range(2)]
+    module = seeded(lambda: OverItsOwnGroup(None))
+    module.own_group = groups[dist.get_rank()]
+    trainer = fit(module, limit_val_batches=0)
+    assert dict(trainer.callback_metrics) == ({"mine": 3.0} if dist.get_rank() == 0 else {})
