@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import MeanMetric
 
 from d9d_lightning.logs.agreement import LogAgreement
@@ -265,3 +266,32 @@ def test_keys_that_are_reduced_over_another_group_may_differ():
     module.own_group = groups[dist.get_rank()]
     trainer = fit(module, limit_val_batches=0)
     assert dict(trainer.callback_metrics) == ({"mine": 3.0} if dist.get_rank() == 0 else {})
+
+
+class Stream(IterableDataset):
+    """Gives as many samples as it is told to, and does not tell."""
+
+    def __init__(self, num_samples):
+        self.num_samples = num_samples
+
+    def __iter__(self):
+        x, y = make_samples(max(1, self.num_samples))
+        yield from list(zip(x, y, strict=True))[: self.num_samples]
+
+
+class CountsBatches(Logs):
+    def validation_step(self, batch, batch_idx):
+        self.mean.update(float(batch_idx))
+
+    def on_validation_epoch_end(self):
+        self.log("mean", self.mean.compute(), sync_dist=True)
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("limits", [{}, {"limit_val_batches": 3}], ids=str)
+def test_a_rank_may_find_that_it_has_nothing_to_evaluate(limits):
+    trainer = build_trainer(MESH, **limits)
+    loader = DataLoader(Stream(0 if dist.get_rank() else 8), batch_size=2)
+    [values] = trainer.validate(seeded(lambda: CountsBatches(None)), loader)
+    # Batches 0 to 3, or to 2.
+    assert values["mean"] == (1.0 if limits else 1.5)
