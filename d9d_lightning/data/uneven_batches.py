@@ -12,6 +12,7 @@ is refused on all of them, in the first batch: they all come to that.
 from collections.abc import Sequence
 
 import torch.distributed as dist
+from lightning.fabric.utilities.data import has_iterable_dataset, sized_len
 from lightning.pytorch import Trainer
 from lightning.pytorch.loops.fit_loop import _FitLoop
 
@@ -33,7 +34,10 @@ class UnevenBatches:
         self._trainer = trainer
         self._rank = dist.get_rank(group)
         self._ranks = dist.get_process_group_ranks(group)
-        self._counts: Sequence[list[int | float]] = all_gather_object(_num_batches(trainer), group)
+        known = all_gather_object((_num_batches(trainer), _is_number_known(trainer)), group)
+        self._counts: Sequence[list[int | float]] = [counts for counts, _ in known]
+        self.may_lack_ranks = not all(is_known for _, is_known in known)
+        """Whether some rank may have no batch of a loader, which nobody knows beforehand."""
 
     @property
     def are_uneven(self) -> bool:
@@ -85,3 +89,12 @@ def _num_batches(trainer: Trainer) -> list[int | float]:
     if trainer.testing:
         return trainer.num_test_batches
     return trainer.num_sanity_val_batches if trainer.sanity_checking else trainer.num_val_batches
+
+
+def _is_number_known(trainer: Trainer) -> bool:
+    loop = trainer._active_loop
+    loaders = None if loop is None else loop._combined_loader
+    # How many batches an IterableDataset gives depends on its workers, whatever length it has; a limit may not be reached.
+    return loaders is not None and all(
+        sized_len(loader) is not None and not has_iterable_dataset(loader) for loader in loaders.flattened
+    )

@@ -17,6 +17,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import _Result
 
 from d9d.core.agreement import agree_on, name_of
 from d9d.core.participants import Participants
+from d9d_lightning.metrics.install import is_gathered
 
 __all__ = ["LogAgreement"]
 
@@ -36,6 +37,7 @@ class LogAgreement:
 
     def __init__(self, trainer: Trainer, group: dist.ProcessGroup) -> None:
         self._trainer = trainer
+        self._group = group
         self._participants = Participants([group])
         self._agreed: set[Hashable] = set()
 
@@ -51,7 +53,7 @@ class LogAgreement:
         is_batch = self._trainer._logger_connector._first_loop_iter is not None
         key = self._loop(results) if is_batch else (self._loop(results), "end of the epoch")
         # Between batches Lightning reduces more than logs, such as the lengths of loaders.
-        if key in self._agreed or not (is_batch or _reduced(results)):
+        if key in self._agreed or not (is_batch or _reduced(results, self._group)):
             return
         self._compare(results, "in the middle of a value that is reduced")
         if not is_batch:
@@ -83,22 +85,24 @@ class LogAgreement:
         return stage if results.training else (stage, results.dataloader_idx)
 
     def _compare(self, results: _ResultCollection, where: str) -> None:
-        reduced = _reduced(results)
+        reduced = _reduced(results, self._group)
         facts: dict[str, object] = {"where the rank is": where, "keys": reduced, "order of the keys": list(reduced)}
         agree_on(self._participants, "what they log (here a rank is a data-parallel one)", facts, _MEND)
 
 
-def _reduced(results: _ResultCollection) -> dict[str, str]:
-    """Return how keys are reduced that have been logged in this epoch, without those that are not."""
-    return {key: text for key, result in results.items() if (text := _operation(result)) is not None}
+def _reduced(results: _ResultCollection, group: dist.ProcessGroup) -> dict[str, str]:
+    """Return how keys are reduced over a group that have been logged in this epoch, without those that are not."""
+    return {key: text for key, result in results.items() if (text := _operation(result, group)) is not None}
 
 
-def _operation(result: _ResultMetric) -> str | None:
+def _operation(result: _ResultMetric, group: dist.ProcessGroup) -> str | None:
     meta = result.meta
     if result.has_reset:
         return None
     if not result.is_tensor:
-        return f"the metric {meta.metric_attribute or name_of(result.value)}"
-    if not meta.sync.should or meta.sync.rank_zero_only:
+        # Lightning computes it for the epoch alone, and takes no notice of rank_zero_only.
+        is_exchanged = meta.on_epoch and is_gathered(result.value)
+        return f"the metric {meta.metric_attribute or name_of(result.value)}" if is_exchanged else None
+    if not meta.sync.should or meta.sync.rank_zero_only or meta.sync.group not in (None, group):
         return None
     return f"{meta.sync.op}, on_step={meta.on_step}, on_epoch={meta.on_epoch}"

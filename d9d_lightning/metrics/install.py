@@ -20,7 +20,7 @@ from d9d_lightning.metrics.sync import PackedCompute, StateSync, synced_together
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-__all__ = ["MetricDomain", "MetricDomains", "install_metric_sync", "sync_over", "synced_together"]
+__all__ = ["MetricDomain", "MetricDomains", "install_metric_sync", "is_gathered", "sync_over", "synced_together"]
 
 _STEPS = ("training_step", "validation_step", "test_step")
 """Hooks whose keys are complete when an epoch ends."""
@@ -66,6 +66,26 @@ def sync_over(metric: nn.Module, domain: MetricDomain) -> None:
             )
     for child in metrics:
         _sync_of(child, None).domain = domain
+
+
+def is_gathered(metric: nn.Module) -> bool:
+    """Tell whether ``compute`` of a metric, or of one below it, exchanges states over the mesh. No communication.
+
+    Not where it says itself how to gather: those ranks are its own.
+    """
+    return any(
+        isinstance(child, Metric)
+        and _has_states_to_sync(child)
+        and _leaves_sync_to_us(child)
+        and child.sync_on_compute
+        and _domain_of(child) is not None
+        for child in metric.modules()
+    )
+
+
+def _domain_of(metric: Metric) -> MetricDomain:
+    sync = StateSync.of(metric)
+    return "data" if sync is None else sync.domain
 
 
 def _install_below(module: nn.Module, prefix: str) -> None:

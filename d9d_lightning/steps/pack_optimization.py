@@ -194,7 +194,7 @@ class PackOptimization(_AutomaticOptimization):
             around_backward: Lets the backward pass inside, of a loss, leave the gradients as hooks expect them.
             own_backward: `D9DStrategy.backward`, unless a class has its own.
             note_loss: Is told the loss of each step of a pipeline.
-            end_step: Called when the logs of the microbatches of a batch are replayed, without a pipeline.
+            end_step: Called with several microbatches, when the step of a batch has logged, without a pipeline.
         """
         super().__init__(trainer)
         replaced = trainer.fit_loop.epoch_loop.automatic_optimization
@@ -359,6 +359,9 @@ class PackOptimization(_AutomaticOptimization):
         # As Lightning's own, but for the divisor: the number of batches in this window, which may be a short one.
         output = call._call_strategy_hook(self.trainer, "training_step", *kwargs.values())
         self.trainer.strategy.post_training_step()
+        if self._num_microbatches > 1:
+            # The strategy leaves it to this class, which has not cut the batch.
+            self._end_step()
         if output is None:
             self._skip_batch()
         num_batches = window_size(self.trainer)

@@ -251,12 +251,12 @@ class TrainerRun:
         self._note_step()
         with fsdp.inside_step():
             yield
-        if self._num_microbatches == 1:
+        if self._num_microbatches == 1 or not self._module.automatic_optimization:
             self._end_step()
 
     def _end_step(self) -> None:
-        """Compare what a step has logged, behind the last microbatch of its batch."""
-        if self._logs is not None:
+        """Compare what a step has logged, behind the last microbatch of its batch, where all ranks have such a batch."""
+        if self._logs is not None and (self._uneven_batches is None or not self._uneven_batches.may_lack_ranks):
             self._logs.end_step()
 
     def around_backward(self, loss: torch.Tensor) -> AbstractContextManager[None]:

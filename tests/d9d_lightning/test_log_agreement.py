@@ -3,9 +3,11 @@
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import MeanMetric
 
 from d9d_lightning.logs.agreement import LogAgreement
+from d9d_lightning.metrics import sync_over
 from tests.d9d_lightning.support import Regression, build_trainer, make_samples, rank_loader, seeded
 from tests.d9d_lightning.test_pipeline_parity import BATCH, Stack
 
@@ -52,6 +54,9 @@ class Logs(Regression):
     def __init__(self, ways, where="training_step"):
         super().__init__()
         self.mean = MeanMetric()
+        self.own_mean = MeanMetric(sync_on_compute=False)
+        self.lone_mean = MeanMetric()
+        sync_over(self.lone_mean, None)
         self.way = nothing if ways is None else ways[dist.get_rank()]
         self.where = where
 
@@ -69,6 +74,16 @@ class Logs(Regression):
         self.log("of all", 1.0, sync_dist=True)
         if self.where == "on_validation_epoch_end":
             self.way(self)
+
+
+class TakesTheLoader(Logs):
+    """Reads its batches by itself."""
+
+    def training_step(self, dataloader_iter):
+        batch, batch_idx, _ = next(dataloader_iter)
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss, sync_dist=True, batch_size=2)
+        return loss
 
 
 def fit(module, mesh=MESH, **options):
@@ -164,13 +179,40 @@ def with_the_others(module):
     module.log("ours", float(dist.get_rank()), sync_dist=True)
 
 
+def noting_comparisons(monkeypatch):
+    """Return a list that takes where this rank compares what it logs, in order."""
+    places = []
+    compare = LogAgreement._compare
+
+    def note(self, results, where):
+        places.append(where)
+        compare(self, results, where)
+
+    monkeypatch.setattr(LogAgreement, "_compare", note)
+    return places
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize(
+    ("kind", "arguments", "first_step"),
+    [
+        (
+            ByHand,
+            [(nothing, nothing), (one_loss, one_loss)],
+            ["before a backward pass", "in the middle of a value that is reduced"],
+        ),
+        (TakesTheLoader, [None], ["in the middle of a value that is reduced"]),
+    ],
+)
+def test_steps_that_microbatches_do_not_cut_are_compared_once(monkeypatch, kind, arguments, first_step):
+    compared = noting_comparisons(monkeypatch)
+    fit(seeded(lambda: kind(*arguments)), strategy_options={"microbatches": 2}, limit_val_batches=0)
+    assert compared == [*first_step, "at the end of the step"]
+
+
 @pytest.mark.world_size(2)
 def test_what_is_not_reduced_may_differ_and_only_the_first_batch_is_compared(monkeypatch):
-    compared = []
-    compare = LogAgreement._compare
-    monkeypatch.setattr(
-        LogAgreement, "_compare", lambda self, results, where: (compared.append(where), compare(self, results, where))
-    )
+    compared = noting_comparisons(monkeypatch)
     module = seeded(lambda: Logs((for_itself, with_the_others)))
     trainer = fit(module, max_epochs=2)
     assert trainer.callback_metrics["ours"] == 0.5
@@ -183,3 +225,73 @@ def test_what_is_not_reduced_may_differ_and_only_the_first_batch_is_compared(mon
         "in the middle of a value that is reduced",
     ]
     assert torch.isfinite(torch.stack(module.losses)).all()
+
+
+def metric_of_the_step(module):
+    module.mean(1.0)
+    module.log("mine", module.mean, on_step=True, on_epoch=False)
+
+
+def metric_that_does_not_gather(module):
+    module.own_mean(1.0)
+    module.log("mine", module.own_mean, on_step=False, on_epoch=True)
+
+
+def metric_over_no_ranks(module):
+    module.lone_mean(1.0)
+    module.log("mine", module.lone_mean, on_step=False, on_epoch=True)
+
+
+class OverItsOwnGroup(Logs):
+    """Rank 0 reduces over a group that it alone is in."""
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        if dist.get_rank() == 0:
+            self.log("mine", 3.0, sync_dist=True, sync_dist_group=self.own_group)
+        return loss
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("way", [metric_of_the_step, metric_that_does_not_gather, metric_over_no_ranks])
+def test_metrics_that_are_not_gathered_may_differ(way):
+    trainer = fit(seeded(lambda: Logs((way, nothing))), limit_val_batches=0)
+    assert dict(trainer.callback_metrics) == ({"mine": 1.0} if dist.get_rank() == 0 else {})
+
+
+@pytest.mark.world_size(2)
+def test_keys_that_are_reduced_over_another_group_may_differ():
+    groups = [dist.new_group([rank]) for rank in range(2)]
+    module = seeded(lambda: OverItsOwnGroup(None))
+    module.own_group = groups[dist.get_rank()]
+    trainer = fit(module, limit_val_batches=0)
+    assert dict(trainer.callback_metrics) == ({"mine": 3.0} if dist.get_rank() == 0 else {})
+
+
+class Stream(IterableDataset):
+    """Gives as many samples as it is told to, and does not tell."""
+
+    def __init__(self, num_samples):
+        self.num_samples = num_samples
+
+    def __iter__(self):
+        x, y = make_samples(max(1, self.num_samples))
+        yield from list(zip(x, y, strict=True))[: self.num_samples]
+
+
+class CountsBatches(Logs):
+    def validation_step(self, batch, batch_idx):
+        self.mean.update(float(batch_idx))
+
+    def on_validation_epoch_end(self):
+        self.log("mean", self.mean.compute(), sync_dist=True)
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("limits", [{}, {"limit_val_batches": 3}], ids=str)
+def test_a_rank_may_find_that_it_has_nothing_to_evaluate(limits):
+    trainer = build_trainer(MESH, **limits)
+    loader = DataLoader(Stream(0 if dist.get_rank() else 8), batch_size=2)
+    [values] = trainer.validate(seeded(lambda: CountsBatches(None)), loader)
+    # Batches 0 to 3, or to 2.
+    assert values["mean"] == (1.0 if limits else 1.5)
