@@ -260,7 +260,7 @@ class D9DStrategy(ParallelStrategy):
         reset_seed()
         if self.cluster_environment is None or self.parallel_devices is None:
             raise RuntimeError("the strategy is not connected to a Trainer")
-        num_devices, first_s = len(self.parallel_devices), self._options.first_timeout_s
+        num_devices, first_s = len(self.parallel_devices), self._options.first_timeout_s(self.lightning_module)
         self._context = join_job(self.mesh, self.cluster_environment, num_devices, self.root_device, first_s)
         if self.lightning_module is not None:
             self._failure = RunFailure(self._context, self.lightning_module.trainer, self._options.timeout_s)

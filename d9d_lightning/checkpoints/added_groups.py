@@ -2,28 +2,30 @@
 
 [Note: groups of a resumed run]
 Lightning lets this callback put its groups together again from names of parameters in its own state, which with stages
-are those of rank 0, and leaves frozen what had been unfrozen. So both is done here instead, by the names in the checkpoint.
+are those of rank 0, and leaves frozen what had been unfrozen. So both is done here instead, by the names in the checkpoint. A file
+of plain Lightning does not say what trained, but what is in groups that were added did.
 """
 # Lightning keeps what the callback knows to itself
 # pyright: reportPrivateUsage=false
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import BaseFinetuning
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from d9d.core.dist_ops import all_gather_object
-from d9d_lightning.checkpoints.restore import NAMES_KEY
+from d9d_lightning.checkpoints.restore import NAMES_KEY, TRAINABLE_KEY
 from d9d_lightning.checkpoints.stage_optimizers import StageCut, check_optimizers
 
 __all__ = ["AddedGroups", "restore_added_groups"]
 
 
 def restore_added_groups(trainer: Trainer, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-    """Add the groups that a finetuning callback had added before the checkpoint, and unfreeze what is in them.
+    """Add the groups that finetuning callbacks had added before the checkpoint, and unfreeze what they had unfrozen.
 
     No communication. See [Note: groups of a resumed run]. Without such a callback nothing happens.
 
@@ -33,13 +35,18 @@ def restore_added_groups(trainer: Trainer, module: nn.Module, optimizers: Sequen
         optimizers: Its optimizers, as ``configure_optimizers`` has made them.
     """
     callbacks: list[Callback] = vars(trainer)["callbacks"]  # Lightning does not declare it
-    states = (trainer._checkpoint_connector._loaded_checkpoint or {}).get("optimizer_states", [])
-    for callback in callbacks:
-        if not isinstance(callback, BaseFinetuning) or not callback._restarting:
-            continue
+    restarting = [callback for callback in callbacks if isinstance(callback, BaseFinetuning) and callback._restarting]
+    if not restarting:
+        return
+    checkpoint = trainer._checkpoint_connector._loaded_checkpoint or {}
+    added: set[str] = set()
+    for callback in restarting:
         callback._restarting = False
-        for number, (optimizer, state) in enumerate(zip(optimizers, states, strict=False)):
-            _add_groups(module, optimizer, state.get(NAMES_KEY) or _names_in(callback, number))
+        for number, (optimizer, state) in enumerate(
+            zip(optimizers, checkpoint.get("optimizer_states", []), strict=False)
+        ):
+            added |= _add_groups(module, optimizer, state.get(NAMES_KEY) or _names_in(callback, number))
+    _unfreeze(module, checkpoint.get(TRAINABLE_KEY, added))
 
 
 def _names_in(callback: BaseFinetuning, number: int) -> Sequence[Sequence[str]]:
@@ -47,18 +54,30 @@ def _names_in(callback: BaseFinetuning, number: int) -> Sequence[Sequence[str]]:
     return [group["params"] for group in callback._internal_optimizer_metadata.get(number, [])]
 
 
-def _add_groups(module: nn.Module, optimizer: Optimizer, names_by_group: Sequence[Sequence[str]]) -> None:
+def _add_groups(module: nn.Module, optimizer: Optimizer, names_by_group: Sequence[Sequence[str]]) -> set[str]:
+    """Add the groups that the optimizer lacks, and return the names of what is in them."""
     held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     by_name = dict(module.named_parameters())
+    added: set[str] = set()
     for names in names_by_group[len(optimizer.param_groups) :]:
-        added = {by_name[name] for name in names if name in by_name}
-        if added & held:
+        own = [name for name in names if name in by_name]
+        if any(by_name[name] in held for name in own):
             # The groups are others altogether; loading says how they differ.
-            return
-        optimizer.add_param_group({"params": [by_name[name] for name in names if name in by_name]})
-        BaseFinetuning.make_trainable(
-            [child for child in module.modules() if not added.isdisjoint(child.parameters(recurse=False))]
-        )
+            break
+        optimizer.add_param_group({"params": [by_name[name] for name in own]})
+        added.update(own)
+    return added
+
+
+def _unfreeze(module: nn.Module, names: Collection[str]) -> None:
+    by_name = dict(module.named_parameters())
+    frozen = {by_name[name] for name in names if name in by_name and not by_name[name].requires_grad}
+    for child in module.modules():
+        # Callbacks freeze the statistics of such a layer with its parameters.
+        if isinstance(child, _BatchNorm) and not frozen.isdisjoint(child.parameters(recurse=False)):
+            child.track_running_stats = True
+    for parameter in frozen:
+        parameter.requires_grad = True
 
 
 class AddedGroups:

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from d9d.checkpoint import Document
 from d9d.core.dist_ops import all_gather_object
-from d9d_lightning.checkpoints.restore import NAMES_KEY
+from d9d_lightning.checkpoints.restore import NAMES_KEY, TRAINABLE_KEY
 from d9d_lightning.checkpoints.saved_tensors import SavedFiles, SavedTensors
 from d9d_lightning.checkpoints.stage_optimizers import GroupNames, StageCut, merge_group_names
 
@@ -60,6 +60,8 @@ class _Part:
     """Groups of each of its optimizers."""
     versions: dict[str, dict[str, Any]]
     """Versions of the modules, as torch keeps them beside a state dict, by entry."""
+    trainable: frozenset[str]
+    """Parameters that are not frozen."""
 
 
 def state_to_save(
@@ -89,6 +91,7 @@ def state_to_save(
         others=frozenset(others),
         groups=tuple(groups),
         versions=_versions_of(checkpoint),
+        trainable=frozenset(name for name, parameter in module.named_parameters() if parameter.requires_grad),
     )
     parts, own = ([part], 0) if cut is None else (all_gather_object(part, cut.group), cut.group.rank())
     owners = _owners(parts, known, last_rank=0 if cut is None else cut.last_rank)
@@ -192,6 +195,7 @@ def _document(
             _described_optimizer(saved, states.get(number, {}), [part.groups[number] for part in parts], order)
             for number, saved in enumerate(checkpoint.get(_OPTIMIZERS, ()))
         ],
+        "trainable": [name for name in order if any(name in part.trainable for part in parts)],
     }
 
 
@@ -229,16 +233,20 @@ def _prefixes(name: str) -> Iterable[str]:
 def checkpoint_from(files: SavedFiles) -> Checkpoint:
     """Return a checkpoint as Lightning has dumped it, with states whose tensors stay in the files until they are needed.
 
-    States of optimizers have the names of their parameters too, under `NAMES_KEY`.
+    States of optimizers have the names of their parameters too, under `NAMES_KEY`, and those that are not frozen are under
+    `TRAINABLE_KEY`; files of earlier versions do not say it.
 
     Raises:
         ValueError: If the files hold something else.
     """
     document = files.read_document(_DOCUMENT)
     try:
-        return {entry: _content(entry, document, files) for entry in document["entries"]}
+        checkpoint = {entry: _content(entry, document, files) for entry in document["entries"]}
     except (KeyError, TypeError, AttributeError, IndexError) as error:
         raise ValueError(f"{files.path} is a checkpoint, but not one of D9DStrategy: {error!r}") from error
+    if _OPTIMIZERS in checkpoint and "trainable" in document:
+        checkpoint[TRAINABLE_KEY] = tuple(document["trainable"])
+    return checkpoint
 
 
 def _content(entry: str, document: Mapping[str, Any], files: SavedFiles) -> Any:  # noqa: ANN401  # whatever was dumped

@@ -24,10 +24,19 @@ from d9d_lightning.checkpoints.stage_optimizers import (
     whole_groups,
 )
 
-__all__ = ["NAMES_KEY", "load_model_state", "load_optimizer_states", "shard_model_state", "shard_optimizer_state"]
+__all__ = [
+    "NAMES_KEY",
+    "TRAINABLE_KEY",
+    "load_model_state",
+    "load_optimizer_states",
+    "shard_model_state",
+    "shard_optimizer_state",
+]
 
 NAMES_KEY = "parameter_names"
 """Where a loaded state of an optimizer has the names of its parameters, by group."""
+TRAINABLE_KEY = "d9d_trainable_parameters"
+"""Where a loaded checkpoint of a training has the names of the parameters that were not frozen."""
 
 
 def error_of(action: Callable[[], None]) -> Exception | None:

@@ -17,7 +17,7 @@ from d9d.checkpoint import CheckpointPath, verify_checkpoint
 from d9d.checkpoint.inspection import is_checkpoint
 from d9d.checkpoint.writer import sync_folder
 from d9d_lightning.checkpoints.contents import Checkpoint, checkpoint_from
-from d9d_lightning.checkpoints.restore import NAMES_KEY
+from d9d_lightning.checkpoints.restore import NAMES_KEY, TRAINABLE_KEY
 from d9d_lightning.checkpoints.saved_tensors import SavedFiles, SavedTensors
 from d9d_lightning.checkpoints.stage_optimizers import StageCut
 from d9d_lightning.checkpoints.store import CheckpointStore
@@ -41,7 +41,8 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
     saved = CheckpointPath(folder, _log).complete()
     if problems := verify_checkpoint(saved):
         raise ValueError(f"the checkpoint {folder} is damaged: {'; '.join(problems[:20])}")
-    return {entry: _in_memory(entry, content) for entry, content in checkpoint_from(SavedFiles(folder)).items()}
+    checkpoint = checkpoint_from(SavedFiles(folder))
+    return {entry: _in_memory(entry, content) for entry, content in checkpoint.items() if entry != TRAINABLE_KEY}
 
 
 def _in_memory(entry: str, content: Any) -> Any:  # noqa: ANN401  # whatever was dumped

@@ -6,6 +6,7 @@ from typing import get_args
 
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch import LightningModule
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -46,10 +47,10 @@ class StrategyOptions:
         """Number of microbatches of a batch."""
         return self.microbatches or 1
 
-    @property
-    def first_timeout_s(self) -> float | None:
-        """Time limit of collectives until the first step of a fit is done."""
-        return self.timeout_s if self.init_timeout_s is None else self.init_timeout_s
+    def first_timeout_s(self, module: LightningModule | None) -> float | None:
+        """Return the time limit of collectives that a run of a module's Trainer begins with."""
+        is_fitting = module is not None and module.trainer.state.fn == TrainerFn.FITTING
+        return self.init_timeout_s if is_fitting and self.init_timeout_s is not None else self.timeout_s
 
     def pipeline(self, mesh: DeviceMeshParameters) -> PipelineOptions | None:
         """Return how the module is cut into stages on a mesh; None if it is not."""

@@ -251,6 +251,9 @@ class TrainerRun:
         self._note_step()
         with fsdp.inside_step():
             yield
+            if not self._module.automatic_optimization:
+                # Its optimizers may be stepped past Lightning.
+                self._end_first_limit()
         if self._num_microbatches == 1 or not self._module.automatic_optimization:
             self._end_step()
 
@@ -292,6 +295,11 @@ class TrainerRun:
         yield
         if self._pipeline_steps is not None:
             self._pipeline_steps.free_gathered()
+        if self._module.automatic_optimization:
+            self._end_first_limit()
+
+    def _end_first_limit(self) -> None:
+        """Let collectives have the limit of steps, behind the first step of a fit. All ranks must call it."""
         if self._step_timeout_s is not None and self._context is not None:
             limit_s, self._step_timeout_s = self._step_timeout_s, None
             self._context.set_timeout(limit_s)

@@ -75,15 +75,60 @@ class OwnGroups(LastBlocks):
         optimizer.add_param_group({"params": list(modules.parameters()), "lr": lr})
 
 
+class WholeBackbone(LastBlocks):
+    """Unfreezes what the optimizer has from the start."""
+
+    def finetune_function(self, pl_module, epoch, optimizer):
+        if epoch == 1:
+            self.make_trainable(pl_module.backbone)
+
+
+class AllKnown(Transfer):
+    """Its optimizer has all parameters, frozen ones too."""
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-2, weight_decay=0.1)
+
+
+class Token(nn.Module):
+    """Has a parameter of its own, beside layers that stay frozen."""
+
+    def __init__(self):
+        super().__init__()
+        self.token = nn.Parameter(torch.zeros(NUM_FEATURES))
+        self.norm = nn.BatchNorm1d(NUM_FEATURES)
+        self.layer = nn.Linear(NUM_FEATURES, WIDTH)
+
+    def forward(self, x):
+        return self.layer(self.norm(x + self.token))
+
+
+class TokenTransfer(Transfer):
+    def __init__(self):
+        super().__init__()
+        self.backbone = Token()
+
+
+class TokenAlone(BaseFinetuning):
+    def freeze_before_training(self, pl_module):
+        self.freeze(pl_module.backbone, train_bn=False)
+
+    def finetune_function(self, pl_module, epoch, optimizer):
+        if epoch == 1:
+            pl_module.backbone.token.requires_grad = True
+            optimizer.add_param_group({"params": [pl_module.backbone.token], "lr": 1e-3})
+
+
 CALLBACKS = {
+    "whole": WholeBackbone,
     "backbone": lambda: BackboneFinetuning(UNFREEZES, lambda_func=lambda epoch: 1.5, should_align=False),
     "blocks": LastBlocks,
     "own": OwnGroups,
 }
 
 
-def fit(trainer, *, resume=None):
-    module = seeded(Transfer)
+def fit(trainer, *, resume=None, kind=Transfer):
+    module = seeded(kind)
     options = trainer.strategy.distributed_sampler_kwargs if dist.is_initialized() else {"rank": 0, "num_replicas": 1}
     loader = rank_loader(make_samples(16), 8, options["rank"], options["num_replicas"])
     trainer.fit(module, loader, ckpt_path=resume)
@@ -157,3 +202,36 @@ def test_one_process_goes_on_with_what_was_unfrozen(tmp_path):
         losses.append(module.losses)
     whole, _, resumed = losses
     assert resumed == whole[4:]
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("mesh", MESHES)
+def test_what_the_optimizer_knows_from_the_start_goes_on_unfrozen(mesh, tmp_path):
+    losses, states = [], []
+    for number, (num_epochs, resume) in enumerate(((3, None), (2, None), (3, tmp_path / "1.ckpt"))):
+        trainer = trainer_of(MESHES[mesh], "whole", num_epochs)
+        module = fit(trainer, resume=resume, kind=AllKnown)
+        assert all(parameter.requires_grad for parameter in module.parameters())
+        trainer.save_checkpoint(tmp_path / f"{number}.ckpt")
+        losses.append(module.losses)
+        states.append(read_checkpoint(tmp_path / f"{number}.ckpt")["state_dict"])
+    assert losses[2] == losses[0][4:]
+    torch.testing.assert_close(states[2], states[0], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("is_plain", [True, False])
+def test_only_what_was_unfrozen_is(is_plain, tmp_path):
+    """A group has a parameter of a module with children: those stay frozen, and so do their statistics."""
+    modules = []
+    for num_epochs, resume in ((3, None), (2, None), (3, tmp_path / "half.ckpt")):
+        module = seeded(TokenTransfer)
+        strategy = {} if is_plain and resume is None else {"strategy": D9DStrategy()}
+        trainer = plain_trainer(max_epochs=num_epochs, callbacks=[TokenAlone()], **strategy)
+        trainer.fit(module, rank_loader(make_samples(16), 8, 0, 1), ckpt_path=resume)
+        trainer.save_checkpoint(tmp_path / "half.ckpt")
+        modules.append(module)
+    whole, _, resumed = modules
+    assert resumed.losses == whole.losses[4:]
+    trained = {name for name, parameter in resumed.named_parameters() if parameter.requires_grad}
+    assert trained == {"backbone.token", "head.weight", "head.bias"}
+    assert not resumed.backbone.norm.track_running_stats
