@@ -4,6 +4,8 @@
 With pipelines the code of a step before the pipelined call runs on all ranks, and twice on the last stage (see
 [Note: one call]). What it adds to metrics must count once: in the whole run on the last stage. So in the other runs metrics
 that are called get copies of their states, which are dropped; and they gather nothing, as ranks are not at the same place.
+Of what a metric collects in a list only the list is copied: a copy of all elements in each microbatch would take a time that
+grows with the square of their number. So an update may add elements and drop them, but not change them in place.
 """
 # torchmetrics has no public way to see calls
 # pyright: reportPrivateUsage=false
@@ -14,6 +16,7 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Protocol
 
+import torch
 from torch import nn
 from torchmetrics import Metric
 from torchmetrics.metric import CompositionalMetric
@@ -156,4 +159,10 @@ class KeptStates(AbstractContextManager[None]):
             return
         attributes = vars(metric)
         self._kept[id(metric)] = metric, dict(attributes)
-        attributes.update(metric._copy_state_dict(), dist_sync_on_step=False)
+        copies = {name: _copy_to_update(value) for name, value in metric.metric_state.items()}
+        attributes.update(copies, dist_sync_on_step=False)
+
+
+def _copy_to_update(state: Any) -> Any:  # noqa: ANN401  # a tensor, or a list of what the metric collects
+    # See [Note: metrics before the pipelined call].
+    return state.detach().clone() if isinstance(state, torch.Tensor) else list(state)

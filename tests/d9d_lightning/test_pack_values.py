@@ -248,6 +248,21 @@ def test_what_is_kept_counts_nowhere():
     assert [metric.update_count for metric in metrics] == [3, 2, 2, 2]
 
 
+def test_what_is_kept_of_a_list_are_its_elements():
+    """Copies of them in each microbatch would take ever longer."""
+    holder = torch.nn.ModuleList([Spread()])
+    follow_metrics(holder)
+    metric = holder[0]
+    first, second = torch.ones(2), torch.zeros(2)
+    metric.update(first)
+    with KeptStates():
+        metric.update(second)
+        assert [id(element) for element in metric.seen] == [id(first), id(second)]
+        metric.reset()
+    assert [id(element) for element in metric.seen] == [id(first)]
+    assert (metric.lowest, metric.update_count) == (1, 1)
+
+
 def test_values_of_wrappers_are_as_ever():
     holder = torch.nn.ModuleList([MinMaxMetric(MeanMetric())])
     follow_metrics(holder)
