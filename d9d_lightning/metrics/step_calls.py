@@ -13,8 +13,8 @@ grows with the square of their number. So an update may add elements and drop th
 import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from types import TracebackType
-from typing import Any, Protocol
+from types import MethodType, TracebackType
+from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
@@ -82,7 +82,7 @@ def _metrics_below(module: nn.Module) -> list[Metric]:
 class _Follower:
     """Stands in a metric for ``forward`` and in front of ``update``, and goes with it into copies and pickles.
 
-    These build ``update`` anew, through ``_wrap_update``.
+    These build ``update`` anew, through ``_wrap_update``. In a copy by ``copy.copy`` that is still the original's.
     """
 
     def __init__(self, metric: Metric) -> None:
@@ -106,7 +106,11 @@ class _Follower:
         del attributes["_wrap_update"], attributes["forward"]
 
     def __call__(self, update: _Update) -> _Update:
-        return _FollowedUpdate(self._metric, type(self._metric)._wrap_update(self._metric, update))
+        owner = cast("Metric", update.__self__) if isinstance(update, MethodType) else self._metric
+        if owner is not self._metric:
+            follower = _Follower(owner)
+            vars(owner).update(_wrap_update=follower, forward=follower._forward)
+        return _FollowedUpdate(owner, type(owner)._wrap_update(owner, update))
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  # the metric's
         if _OBSERVERS:

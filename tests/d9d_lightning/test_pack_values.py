@@ -213,6 +213,7 @@ def test_copies_are_noted_by_themselves():
     holder = torch.nn.ModuleList([MeanMetric()])
     follow_metrics(holder)
     copies = [copy.deepcopy(holder[0]), holder[0].clone(), pickle.loads(pickle.dumps(holder[0]))]  # noqa: S301  # our own
+    copies += [copy.copy(holder[0]), copy.copy(copy.copy(holder[0]))]
     for metric in copies:
         values = PackValues()
         for number in (1.0, 2.0):
@@ -221,7 +222,13 @@ def test_copies_are_noted_by_themselves():
             values.end_microbatch()
         values.show(metric)
         assert metric._forward_cache == 1.5
+        metric.update(4.0)
+        assert metric(6.0) == 6
+        assert metric.update_count == 4
+        assert metric.compute() == (1 + 2 + 4 + 6) / 4
     assert not holder[0].update_called
+    assert holder[0](3.0) == 3
+    assert (holder[0].update_count, holder[0].compute()) == (1, 3)
 
 
 def test_what_is_kept_counts_nowhere():
