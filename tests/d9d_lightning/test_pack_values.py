@@ -165,6 +165,68 @@ def test_all_stages_show_whole_windows():
     )
 
 
+class Limited(Metric):
+    """Computes no value of more than two updates."""
+
+    def __init__(self):
+        super().__init__()
+        self.add_state("seen", [], dist_reduce_fx="cat")
+        self.longest = 0
+
+    def update(self, values):
+        self.seen.append(values)
+        self.longest = max(self.longest, len(self.seen))
+
+    def compute(self):
+        if len(self.seen) > 2:
+            raise LookupError(f"boom at {len(self.seen)} updates")
+        return dim_zero_cat(self.seen).mean()
+
+
+class UsesLimited(Stack):
+    def __init__(self):
+        super().__init__()
+        self.limited = Limited()
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        self.limited(batch[1])
+        self.log("limited", self.limited, on_step=True, on_epoch=False)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.training_step(batch, batch_idx)
+
+    def predict_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        self.limited(batch[1])
+        self.limited.reset()
+        return loss
+
+
+def stages(microbatches):
+    return build_trainer(
+        {"pipeline_parallel": 2}, strategy_options={"pipeline_module": "model", "microbatches": microbatches}
+    )
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("run", ["fit", "validate"])
+def test_a_value_that_cannot_be_computed_is_an_error_on_all_stages(run):
+    loader = rank_loader(make_samples(BATCH), BATCH, 0, 1)
+    trainer = stages(3)
+    with pytest.raises(RuntimeError, match="LookupError: boom at 3 updates"):
+        (trainer.fit if run == "fit" else trainer.validate)(seeded(UsesLimited), loader)
+
+
+@pytest.mark.world_size(2)
+def test_predictions_sum_nothing_up():
+    module = seeded(UsesLimited)
+    stages(2).predict(module, rank_loader(make_samples(4 * BATCH), BATCH, 0, 1))
+    # Of the microbatches of one batch, where the step runs.
+    assert module.limited.longest == (2 if dist.get_rank() == 1 else 0)
+
+
 @pytest.mark.world_size(2)
 def test_replicas_show_their_own_batch_or_that_of_all():
     samples = make_samples(2 * BATCH)
