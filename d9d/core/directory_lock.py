@@ -14,6 +14,7 @@ import os
 import socket
 import stat
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TextIO, final
 
@@ -35,15 +36,25 @@ class DirectoryLock:
         what: What is in progress meanwhile, for the error of others.
         mend: What they can do about it: a sentence.
         wait_s: How long to wait for the one that holds it, in seconds.
+        make_directory: Makes the directory where it is not there. Called at each try, as the one that holds the lock may
+            remove the directory at its end.
 
     Raises:
         OSError: Something else holds it, in this process or another one, on any machine; or the file cannot be written.
     """
 
-    def __init__(self, path: Path, what: str, mend: str, *, wait_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        path: Path,
+        what: str,
+        mend: str,
+        *,
+        wait_s: float = 0.0,
+        make_directory: Callable[[], None] | None = None,
+    ) -> None:
         self._path = path
         end_s = time.monotonic() + wait_s
-        while (file := _locked(path)) is None:
+        while (file := _locked(path, make_directory)) is None:
             if time.monotonic() >= end_s:
                 raise BlockingIOError(f"{what} is in progress, led by {_owner(path)}. {mend}")
             time.sleep(_POLL_S)
@@ -71,10 +82,17 @@ def _share(file: TextIO, directory: Path) -> None:
             os.fchmod(file.fileno(), stat.S_IMODE(mode) | _GROUP_MAY_WRITE)
 
 
-def _locked(path: Path) -> TextIO | None:
-    """Return the file with its lock, or None where something else has it."""
+def _locked(path: Path, make_directory: Callable[[], None] | None) -> TextIO | None:
+    """Return the file with its lock, or None where something else has it or has just removed the directory."""
     while True:
-        file = path.open("a+", encoding="utf-8")
+        try:
+            if make_directory is not None:
+                make_directory()
+            file = path.open("a+", encoding="utf-8")
+        except FileNotFoundError:
+            if make_directory is None:
+                raise
+            return None
         try:
             is_ours = _lock_open_file(file)
             if is_ours and _is_at(file, path):

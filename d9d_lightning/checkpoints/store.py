@@ -18,6 +18,7 @@ import contextlib
 import logging
 import weakref
 from collections.abc import Generator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import final
 
@@ -128,12 +129,20 @@ class CheckpointStore:
                 self._lock(folder)
 
     def _lock(self, folder: Path) -> None:
+        lock = DirectoryLock(
+            folder / _LOCK_NAME,
+            f"another fit that saves checkpoints to {folder}",
+            "Wait for its end, or let this one save elsewhere (ModelCheckpoint(dirpath=...)).",
+            wait_s=_LOCK_WAIT_S,
+            # A fit that has saved nothing removes the folder at its end, while this one waits.
+            make_directory=partial(self._make, folder),
+        )
+        self._locks.callback(lock.release)
+
+    def _make(self, folder: Path) -> None:
         if not folder.is_dir():
-            folder.mkdir(parents=True)
+            folder.mkdir(parents=True, exist_ok=True)
             self._locks.callback(_remove_if_empty, folder)
-        mend = "Wait for its end, or let this one save elsewhere (ModelCheckpoint(dirpath=...))."
-        what = f"another fit that saves checkpoints to {folder}"
-        self._locks.callback(DirectoryLock(folder / _LOCK_NAME, what, mend, wait_s=_LOCK_WAIT_S).release)
 
     def end(self) -> None:
         """Wait for the checkpoint that is being written, and let others save to the folders of a fit. Not collective.

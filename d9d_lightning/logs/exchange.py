@@ -12,7 +12,7 @@ device. Neither waits for the device: who read the number of the schema from the
 # pyright: reportPrivateUsage=false
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, cast
 
 import torch
@@ -40,6 +40,7 @@ _ERRORS: dict[str, type[Exception]] = {
 }
 
 _Items = list[Scalar | None]
+_Take = Callable[[], Sequence[LogEntry]]
 
 
 class LogExchange:
@@ -65,7 +66,7 @@ class LogExchange:
 
     @torch.no_grad()
     def share(
-        self, entries: Sequence[LogEntry] | None, values: Sequence[torch.Tensor] | None
+        self, take: _Take | None, values: Sequence[torch.Tensor] | None
     ) -> tuple[list[LogEntry], list[torch.Tensor]]:
         """Return the entries and values of the source, equal to the bit on all ranks.
 
@@ -73,28 +74,28 @@ class LogExchange:
         of the source's; their states stay as they are. Blocks the hosts of the others until the source has called.
 
         Args:
-            entries: What to log, from the source. Ignored from the others.
+            take: Returns what to log, on the source; metrics may be computed there. Ignored from the others.
             values: Further tensors, from the source. Ignored from the others.
 
         Returns:
             Entries and values; tensors are detached, on the device, in the dtype and shape of the source's.
 
         Raises:
-            NotImplementedError: For a ``sync_dist_group``. As all failures of the source, on all ranks.
+            NotImplementedError: For a ``sync_dist_group``. As all failures of the source, on all ranks; those of `take`, too.
             ValueError: If a rank cannot find a metric, or the step value of one is no tensor; on all ranks.
         """
         is_source = self._group.rank() == self._source
-        layout, header, elements = self._send(entries, values) if is_source else self._receive()
+        layout, header, elements = self._send(take, values) if is_source else self._receive()
         numbers = header[1 : 1 + layout.num_numbers].tolist()
         items = iter(layout.unpack(numbers, elements))
         shared = [self._read_entry(row, items, is_source) for row in layout.schema.rows]
         return shared, cast("list[torch.Tensor]", list(items))
 
     def _send(
-        self, entries: Sequence[LogEntry] | None, values: Sequence[torch.Tensor] | None
+        self, take: _Take | None, values: Sequence[torch.Tensor] | None
     ) -> "tuple[_Layout, torch.Tensor, torch.Tensor]":
         try:
-            schema, numbers, elements = self._pack(entries, values)
+            schema, numbers, elements = self._pack(take, values)
             text = None if schema in self._ids else _encode(schema)
         except Exception as error:
             name, message = type(error).__name__, str(error)
@@ -161,13 +162,13 @@ class LogExchange:
         self._capacity = max(self._capacity, 2 + layout.num_numbers + (layout.num_elements if self._is_on_host else 0))
 
     def _pack(
-        self, entries: Sequence[LogEntry] | None, values: Sequence[torch.Tensor] | None
+        self, take: _Take | None, values: Sequence[torch.Tensor] | None
     ) -> "tuple[_Schema, list[float], torch.Tensor]":
-        if entries is None or values is None:
+        if take is None or values is None:
             raise ValueError("the rank that runs the user's step must pass its log entries and values")
         rows: list[_Row] = []
         items: _Items = []
-        for entry in entries:
+        for entry in take():
             row_items = self._items_of(entry)
             slots = tuple(map(_slot_of, row_items))
             rows.append(_Row(entry.name, entry.options, entry.shows_step, isinstance(entry.value, Metric), slots))

@@ -159,10 +159,11 @@ class LogRecorder:
             )
             for key, merge in self._merges.values()
         ]
-        self._forget()
+        self.forget()
         return entries
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
+        """Forget what was recorded since the last `take`."""
         self._merges.clear()
         self._pack_values.clear()
 
@@ -301,7 +302,7 @@ class _Interception(AbstractContextManager[None]):
         else:
             attributes["log"] = log
         if kind is not None and self._samples is not None:
-            recorder._forget()
+            recorder.forget()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,6 +4,8 @@
 With pipelines the code of a step before the pipelined call runs on all ranks, and twice on the last stage (see
 [Note: one call]). What it adds to metrics must count once: in the whole run on the last stage. So in the other runs metrics
 that are called get copies of their states, which are dropped; and they gather nothing, as ranks are not at the same place.
+Of what a metric collects in a list only the list is copied: a copy of all elements in each microbatch would take a time that
+grows with the square of their number. So an update may add elements and drop them, but not change them in place.
 """
 # torchmetrics has no public way to see calls
 # pyright: reportPrivateUsage=false
@@ -11,9 +13,10 @@ that are called get copies of their states, which are dropped; and they gather n
 import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from types import TracebackType
-from typing import Any, Protocol
+from types import MethodType, TracebackType
+from typing import Any, Protocol, cast
 
+import torch
 from torch import nn
 from torchmetrics import Metric
 from torchmetrics.metric import CompositionalMetric
@@ -79,7 +82,7 @@ def _metrics_below(module: nn.Module) -> list[Metric]:
 class _Follower:
     """Stands in a metric for ``forward`` and in front of ``update``, and goes with it into copies and pickles.
 
-    These build ``update`` anew, through ``_wrap_update``.
+    These build ``update`` anew, through ``_wrap_update``. In a copy by ``copy.copy`` that is still the original's.
     """
 
     def __init__(self, metric: Metric) -> None:
@@ -103,7 +106,11 @@ class _Follower:
         del attributes["_wrap_update"], attributes["forward"]
 
     def __call__(self, update: _Update) -> _Update:
-        return _FollowedUpdate(self._metric, type(self._metric)._wrap_update(self._metric, update))
+        owner = cast("Metric", update.__self__) if isinstance(update, MethodType) else self._metric
+        if owner is not self._metric:
+            follower = _Follower(owner)
+            vars(owner).update(_wrap_update=follower, forward=follower._forward)
+        return _FollowedUpdate(owner, type(owner)._wrap_update(owner, update))
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  # the metric's
         if _OBSERVERS:
@@ -156,4 +163,10 @@ class KeptStates(AbstractContextManager[None]):
             return
         attributes = vars(metric)
         self._kept[id(metric)] = metric, dict(attributes)
-        attributes.update(metric._copy_state_dict(), dist_sync_on_step=False)
+        copies = {name: _copy_to_update(value) for name, value in metric.metric_state.items()}
+        attributes.update(copies, dist_sync_on_step=False)
+
+
+def _copy_to_update(state: Any) -> Any:  # noqa: ANN401  # a tensor, or a list of what the metric collects
+    # See [Note: metrics before the pipelined call].
+    return state.detach().clone() if isinstance(state, torch.Tensor) else list(state)

@@ -29,7 +29,7 @@ from d9d_lightning.checkpoints.added_groups import AddedGroups
 from d9d_lightning.collectives import decide_together
 from d9d_lightning.gradients.loss_weights import LossWeights, merge_training_outputs
 from d9d_lightning.logs.exchange import LogExchange
-from d9d_lightning.logs.replay import LogRecorder, replay
+from d9d_lightning.logs.replay import LogEntry, LogRecorder, replay
 from d9d_lightning.metrics.step_calls import KeptStates
 from d9d_lightning.pipeline.call import CapturedCall, own_containers, unchanged_batch
 from d9d_lightning.pipeline.cut import Pipeline
@@ -222,20 +222,22 @@ class PipelineSteps:
 
         with self._own_random_numbers(name, self._num_evaluations):
             self._pipeline.forward_only.step(tuple(runs), tuple(runs), finish)
-        if name != "predict_step":
+        if name == "predict_step":
+            self._recorder.forget()  # nothing is logged there
+        else:
             self._replay([] if self._pipeline.has_last_stage else None)
         return self._outputs.share(name, lambda: _merge([results[index] for index in range(len(runs))], runs))
 
     def _replay(self, values: Sequence[torch.Tensor] | None) -> list[torch.Tensor]:
         """Log on all ranks what the last stage has logged, and return its values."""
-        own = None
-        if self._pipeline.has_last_stage:
-            with self._pipeline.domains.inside_step():
-                own = self._recorder.take()
-        entries, values = self._logs.share(own, values)
+        entries, values = self._logs.share(self._take if self._pipeline.has_last_stage else None, values)
         replay(self._module, entries)
         self._end_step()
         return values
+
+    def _take(self) -> list[LogEntry]:
+        with self._pipeline.domains.inside_step():
+            return self._recorder.take()
 
     def end_evaluation(self) -> None:
         """Share what steps have left in buffers outside the stages, and free what is gathered. All ranks must call it."""

@@ -3,6 +3,8 @@
 import fcntl
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -72,6 +74,37 @@ def test_runs_one_after_the_other(tmp_path):
     fit(folder)
     assert not (folder / ".lock").exists()
     assert not other.exists()  # nothing was saved there
+
+
+class OtherFit(threading.Thread):
+    """A fit that begins, and keeps what goes wrong."""
+
+    def __init__(self, folder):
+        super().__init__()
+        self.folder = folder
+        self.store = store.CheckpointStore()
+        self.error = None
+
+    def run(self):
+        try:
+            self.store._lock(self.folder)
+        except OSError as error:
+            self.error = error
+
+
+def test_a_fit_that_waits_for_one_that_saves_nothing(tmp_path):
+    """As after a preemption before the first save: the one that ends has made the folder, and removes it."""
+    folder = tmp_path / "below" / "saved"
+    first, waits = OtherFit(folder), OtherFit(folder)
+    first.run()
+    waits.start()
+    time.sleep(0.3)  # some tries
+    first.store.end()
+    waits.join()
+    assert (first.error, waits.error) == (None, None)
+    assert is_locked(folder)
+    waits.store.end()
+    assert not folder.exists()
 
 
 class FailsError(Exception):

@@ -43,7 +43,8 @@ def exchange_of(module=None, *, is_on_host=True):
 
 def shared(exchange, entries, values=()):
     """Share what only the source has."""
-    return exchange.share(entries, list(values)) if is_source() else exchange.share(None, None)
+    take = None if entries is None else lambda: entries
+    return exchange.share(take, list(values)) if is_source() else exchange.share(None, None)
 
 
 class BroadcastCount:

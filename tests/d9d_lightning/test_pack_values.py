@@ -165,6 +165,68 @@ def test_all_stages_show_whole_windows():
     )
 
 
+class Limited(Metric):
+    """Computes no value of more than two updates."""
+
+    def __init__(self):
+        super().__init__()
+        self.add_state("seen", [], dist_reduce_fx="cat")
+        self.longest = 0
+
+    def update(self, values):
+        self.seen.append(values)
+        self.longest = max(self.longest, len(self.seen))
+
+    def compute(self):
+        if len(self.seen) > 2:
+            raise LookupError(f"boom at {len(self.seen)} updates")
+        return dim_zero_cat(self.seen).mean()
+
+
+class UsesLimited(Stack):
+    def __init__(self):
+        super().__init__()
+        self.limited = Limited()
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        self.limited(batch[1])
+        self.log("limited", self.limited, on_step=True, on_epoch=False)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.training_step(batch, batch_idx)
+
+    def predict_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        self.limited(batch[1])
+        self.limited.reset()
+        return loss
+
+
+def stages(microbatches):
+    return build_trainer(
+        {"pipeline_parallel": 2}, strategy_options={"pipeline_module": "model", "microbatches": microbatches}
+    )
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("run", ["fit", "validate"])
+def test_a_value_that_cannot_be_computed_is_an_error_on_all_stages(run):
+    loader = rank_loader(make_samples(BATCH), BATCH, 0, 1)
+    trainer = stages(3)
+    with pytest.raises(RuntimeError, match="LookupError: boom at 3 updates"):
+        (trainer.fit if run == "fit" else trainer.validate)(seeded(UsesLimited), loader)
+
+
+@pytest.mark.world_size(2)
+def test_predictions_sum_nothing_up():
+    module = seeded(UsesLimited)
+    stages(2).predict(module, rank_loader(make_samples(4 * BATCH), BATCH, 0, 1))
+    # Of the microbatches of one batch, where the step runs.
+    assert module.limited.longest == (2 if dist.get_rank() == 1 else 0)
+
+
 @pytest.mark.world_size(2)
 def test_replicas_show_their_own_batch_or_that_of_all():
     samples = make_samples(2 * BATCH)
@@ -213,6 +275,7 @@ def test_copies_are_noted_by_themselves():
     holder = torch.nn.ModuleList([MeanMetric()])
     follow_metrics(holder)
     copies = [copy.deepcopy(holder[0]), holder[0].clone(), pickle.loads(pickle.dumps(holder[0]))]  # noqa: S301  # our own
+    copies += [copy.copy(holder[0]), copy.copy(copy.copy(holder[0]))]
     for metric in copies:
         values = PackValues()
         for number in (1.0, 2.0):
@@ -221,7 +284,13 @@ def test_copies_are_noted_by_themselves():
             values.end_microbatch()
         values.show(metric)
         assert metric._forward_cache == 1.5
+        metric.update(4.0)
+        assert metric(6.0) == 6
+        assert metric.update_count == 4
+        assert metric.compute() == (1 + 2 + 4 + 6) / 4
     assert not holder[0].update_called
+    assert holder[0](3.0) == 3
+    assert (holder[0].update_count, holder[0].compute()) == (1, 3)
 
 
 def test_what_is_kept_counts_nowhere():
@@ -246,6 +315,21 @@ def test_what_is_kept_counts_nowhere():
     assert [metric._forward_cache.item() for metric in metrics] == [2.5, 7.5, 2.5, 2.5]
     assert [metric.compute().item() for metric in metrics] == pytest.approx([(4 * 2.5 + 8) / 5, 7.5, 2.5, 2.5])
     assert [metric.update_count for metric in metrics] == [3, 2, 2, 2]
+
+
+def test_what_is_kept_of_a_list_are_its_elements():
+    """Copies of them in each microbatch would take ever longer."""
+    holder = torch.nn.ModuleList([Spread()])
+    follow_metrics(holder)
+    metric = holder[0]
+    first, second = torch.ones(2), torch.zeros(2)
+    metric.update(first)
+    with KeptStates():
+        metric.update(second)
+        assert [id(element) for element in metric.seen] == [id(first), id(second)]
+        metric.reset()
+    assert [id(element) for element in metric.seen] == [id(first)]
+    assert (metric.lowest, metric.update_count) == (1, 1)
 
 
 def test_values_of_wrappers_are_as_ever():

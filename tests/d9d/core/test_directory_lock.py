@@ -76,6 +76,40 @@ def test_one_that_ends_is_waited_for(tmp_path: Path):
     timer.join()
 
 
+def test_one_that_removes_its_directory_is_waited_for(tmp_path: Path):
+    """It had made the directory, and leaves nothing there."""
+    directory = tmp_path / "made"
+
+    def make() -> None:
+        directory.mkdir(exist_ok=True)
+
+    def end() -> None:
+        held.release()
+        directory.rmdir()
+
+    held = DirectoryLock(directory / LOCK_NAME, "another", "", make_directory=make)
+    timer = threading.Timer(0.3, end)
+    timer.start()
+    taken = DirectoryLock(directory / LOCK_NAME, "another", "", wait_s=30, make_directory=make)
+    timer.join()
+    assert (directory / LOCK_NAME).exists()
+    taken.release()
+
+
+def test_a_directory_that_goes_between_two_calls(tmp_path: Path):
+    directory = tmp_path / "made"
+    num_calls = 0
+
+    def make_late() -> None:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls > 1:
+            directory.mkdir()
+
+    DirectoryLock(directory / LOCK_NAME, "another", "", wait_s=30, make_directory=make_late).release()
+    assert num_calls == 2
+
+
 @pytest.mark.parametrize(("of_directory", "of_file"), [(0o770, 0o660), (0o750, 0o600)])
 def test_the_group_may_lock_what_it_may_write_to(tmp_path: Path, of_directory: int, of_file: int):
     """A killed process leaves the file, and another member of the group has to open it."""
