@@ -20,7 +20,15 @@ from d9d_lightning.metrics.sync import PackedCompute, StateSync, synced_together
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-__all__ = ["MetricDomain", "MetricDomains", "install_metric_sync", "is_gathered", "sync_over", "synced_together"]
+__all__ = [
+    "MetricDomain",
+    "MetricDomains",
+    "install_metric_sync",
+    "is_gathered",
+    "results_of",
+    "sync_over",
+    "synced_together",
+]
 
 _STEPS = ("training_step", "validation_step", "test_step")
 """Hooks whose keys are complete when an epoch ends."""
@@ -36,7 +44,7 @@ def install_metric_sync(module: nn.Module) -> None:
     if isinstance(module, LightningModule) and module._trainer is not None:
         connector = module.trainer._logger_connector
         vars(connector).setdefault("epoch_end_reached", _EpochEnd(connector))
-        for results in _results_of(module.trainer):
+        for results in results_of(module.trainer):
             vars(results).setdefault("metrics", _EpochMetrics(results))
 
 
@@ -124,7 +132,8 @@ def _sync_of(metric: Metric, name: str | None) -> StateSync:
     return sync
 
 
-def _results_of(trainer: "Trainer") -> Iterator[_ResultCollection]:
+def results_of(trainer: "Trainer") -> Iterator[_ResultCollection]:
+    """Return what each loop of a Trainer keeps of what was logged."""
     epoch_loop = trainer.fit_loop.epoch_loop
     yield epoch_loop._results
     for loop in (epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):

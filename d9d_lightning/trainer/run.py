@@ -134,6 +134,8 @@ class TrainerRun:
         # Last: what fails above leaves the Trainer as it was.
         self._signals = AgreedSignals.install(trainer, context)
         self._restore_advice: Callable[[], None] | None = None
+        if self._logs is not None:
+            self._logs.install()
         if context is not None:
             install_summaries(trainer)
             _evaluate_without_inference_mode(trainer)
@@ -230,6 +232,8 @@ class TrainerRun:
         if self._context is not None:
             release_summaries(self._trainer)
         release_metrics(self._module)
+        if self._logs is not None:
+            self._logs.release()
         if self._restore_advice is not None:
             self._restore_advice()
         self._signals.release()

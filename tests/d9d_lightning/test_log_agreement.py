@@ -1,5 +1,6 @@
 """D9 in Lightning: ranks that log different keys are told which, and neither wait nor add up what does not belong together."""
 
+import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
@@ -64,9 +65,20 @@ class Logs(Regression):
         loss = super().training_step(batch, batch_idx)
         if self.where == "training_step":
             self.way(self)
+        else:
+            self.log("of a batch", 1.0, sync_dist=True, on_epoch=True)
         return loss
 
+    def on_train_batch_end(self, *args):
+        if self.where == "on_train_batch_end":
+            self.way(self)
+
+    def on_train_epoch_end(self):
+        if self.where == "on_train_epoch_end":
+            self.way(self)
+
     def validation_step(self, batch, batch_idx):
+        self.log("of a batch", 1.0, sync_dist=True)
         if self.where == "validation_step":
             self.way(self)
 
@@ -113,14 +125,48 @@ def test_keys_of_a_training_step(mesh, ways, named):
     assert named in str(error.value)
 
 
-@pytest.mark.world_size(2)
-@pytest.mark.parametrize("where", ["validation_step", "on_validation_epoch_end"])
-def test_keys_of_an_evaluation(where):
-    def way(module):
-        module.log("extra", 1.0, sync_dist=True)
+def lone_of_an_epoch(module):
+    module.log("extra", 1.0, sync_dist=True, on_epoch=True)
 
-    with pytest.raises(ValueError, match=rf"{where}\.extra.*: \"mean.*on rank 0; nothing on rank 1"):
+
+def lone_metric_of_an_epoch(module):
+    module.log("extra", module.mean, on_epoch=True)
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("way", [lone_of_an_epoch, lone_metric_of_an_epoch])
+@pytest.mark.parametrize("where", ["validation_step", "on_validation_epoch_end", "on_train_epoch_end"])
+def test_keys_of_an_epoch(where, way):
+    named = rf"{where}\.extra: \"(mean, on_step=False, on_epoch=True|the metric mean)\" on rank 0; nothing on rank 1"
+    with pytest.raises(ValueError, match=named):
         fit(seeded(lambda: Logs((way, nothing), where)))
+
+
+@pytest.mark.world_size(2)
+def test_keys_of_the_end_of_a_batch():
+    named = r'on_train_batch_end\.extra: "mean, on_step=True, on_epoch=False" on rank 0; nothing on rank 1'
+    with pytest.raises(ValueError, match=named):
+        fit(seeded(lambda: Logs((lone, nothing), "on_train_batch_end")))
+
+
+class EarlyEnd(L.Callback):
+    """Logs before the progress bar reads, and reads on rank 0 alone as that does."""
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        pl_module.log("early", float(dist.get_rank()), sync_dist=True)
+        if dist.get_rank() == 0:
+            assert trainer.callback_metrics["early"] == 0.5
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("ways", [(lone_of_an_epoch, lone_of_an_epoch), (lone_of_an_epoch, nothing)])
+def test_what_rank_0_reads_alone_when_an_epoch_ends(ways):
+    module = seeded(lambda: Logs(ways, "on_train_epoch_end"))
+    if nothing not in ways:
+        assert fit(module, callbacks=[EarlyEnd()]).callback_metrics["extra"] == 1.0
+        return
+    with pytest.raises(ValueError, match=r"on_train_epoch_end\.extra: .*on rank 0; nothing on rank 1"):
+        fit(module, callbacks=[EarlyEnd()])
 
 
 @pytest.mark.world_size(2)
@@ -184,9 +230,9 @@ def noting_comparisons(monkeypatch):
     places = []
     compare = LogAgreement._compare
 
-    def note(self, results, where):
+    def note(self, results, where, **options):
         places.append(where)
-        compare(self, results, where)
+        compare(self, results, where, **options)
 
     monkeypatch.setattr(LogAgreement, "_compare", note)
     return places
@@ -207,7 +253,7 @@ def noting_comparisons(monkeypatch):
 def test_steps_that_microbatches_do_not_cut_are_compared_once(monkeypatch, kind, arguments, first_step):
     compared = noting_comparisons(monkeypatch)
     fit(seeded(lambda: kind(*arguments)), strategy_options={"microbatches": 2}, limit_val_batches=0)
-    assert compared == [*first_step, "at the end of the step"]
+    assert compared == [*first_step, "at the end of the step", "at the end of the batch", "at the end of the epoch"]
 
 
 @pytest.mark.world_size(2)
@@ -217,13 +263,10 @@ def test_what_is_not_reduced_may_differ_and_only_the_first_batch_is_compared(mon
     trainer = fit(module, max_epochs=2)
     assert trainer.callback_metrics["ours"] == 0.5
     assert len(module.losses) == 8
-    # A value and the step in training, and the step and the epoch in validation.
-    assert compared == [
-        "in the middle of a value that is reduced",
-        "at the end of the step",
-        "at the end of the step",
-        "in the middle of a value that is reduced",
-    ]
+    value = "in the middle of a value that is reduced"
+    batch = ["at the end of the step", "at the end of the batch"]
+    # In validation the values of batches and of the hook are reduced when its epoch ends; then that of training does.
+    assert compared == [value, *batch, *batch, value, value, "at the end of the epoch", "at the end of the epoch"]
     assert torch.isfinite(torch.stack(module.losses)).all()
 
 
