@@ -48,7 +48,7 @@ def read_config(path: str | Path, kind: type[Settings]) -> Settings:
         kind: What it holds: a `Config`, or a pydantic model of the job's own.
 
     Raises:
-        ValueError: With all that is wrong with the file: where, which value, and what would be valid.
+        ValueError: With what is wrong with the file: where, which value, and what would be valid.
         OSError: If it cannot be read.
     """
     settings = read_yaml(Path(path))

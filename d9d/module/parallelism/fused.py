@@ -8,6 +8,7 @@ it: a checkpoint of a mesh with tensor parallelism is not read without, and says
 change: they are drawn for the whole layer, by its name and its own method, and each part takes its rows.
 """
 
+import functools
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -88,7 +89,7 @@ class FusedColwiseParallel(ParallelStyle):
         parts = _parts_of(module, [count * module.out_features // sum(self._counts) for count in self._counts])
         del module.weight, module.bias
         # The module itself, since nobody knows where else it is held.
-        module.__class__ = type(f"Fused{type(module).__name__}", (_FusedLinear, type(module)), {})
+        module.__class__ = _fused_class(type(module))
         module.add_module("parts", parts)
         for part in parts:
             parallelize_tensor(part, ColwiseParallel(), device_mesh)
@@ -126,6 +127,12 @@ class _FusedLinear(nn.Linear):
                     local_tensor(parameter).copy_(shard_of(value, parameter))
         finally:
             del self.weight, self.bias
+
+
+@functools.cache
+def _fused_class(base: type[nn.Linear]) -> type[_FusedLinear]:
+    # One for all layers: compiled code asks for the class, and would be no other layer's.
+    return type(f"Fused{base.__name__}", (_FusedLinear, base), {})
 
 
 class _Part(nn.Linear):

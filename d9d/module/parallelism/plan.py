@@ -240,6 +240,8 @@ def _choose(
     splits: dict[str, Choice] = {}
     contexts: dict[str, Choice] = {}
     for pattern, value in patterns.items():
+        if not isinstance(pattern, str):
+            continue  # named among the problems
         value = FusedColwiseParallel.parse(value) or value
         found = [name for name in modules if _is_named(name, pattern)]
         if not found:

@@ -141,6 +141,24 @@ def test_attention(
     torch.testing.assert_close(*results, **FP64)
 
 
+def test_flash_attention_2_copies_only_states_that_are_too_narrow(monkeypatch: pytest.MonkeyPatch):
+    given: list[int] = []
+
+    def kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: object) -> torch.Tensor:
+        given.extend(each.data_ptr() for each in (q, k, v))
+        return q
+
+    install(monkeypatch, "flash_attn", flash_attn_func=kernel)
+    backend = build_sdpa_backend(SdpaParameters(num_sinks=None), FlashAttention2SdpaBackendConfig())
+    q, k, v, narrow = states(2, 4, 5, 8), states(2, 2, 5, 8), states(2, 2, 5, 8), states(2, 2, 5, 6)
+    backend(q, k, v, None, True, 1.0)
+    assert given == [each.data_ptr() for each in (q, k, v)]
+    given.clear()
+    backend(q, k, narrow, None, True, 1.0)
+    assert given[:2] == [q.data_ptr(), k.data_ptr()]
+    assert given[2] != narrow.data_ptr()
+
+
 def test_what_the_kernels_of_attention_can_not_do(monkeypatch: pytest.MonkeyPatch):
     install(monkeypatch, "flash_attn.cute", flash_attn_func=flash_attn_func_4)
     vars(sys.modules["flash_attn"])["flash_attn_func"] = flash_attn_func_2

@@ -1,6 +1,8 @@
 """Fused projections, split by groups: a step of one process, and heads that stay together."""
 
 import copy
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from d9d.core.dist_context import DENSE_DOMAIN, DeviceMeshParameters
 from d9d.internals.materialize import materialize_module
+from d9d.module.compilation import compile_blocks
 from d9d.module.parallelism.api import parallelize_tensor
 from d9d.module.parallelism.explain import predict_layouts
 from d9d.module.parallelism.fused import FusedColwiseParallel
@@ -122,6 +125,26 @@ def test_a_rank_has_its_heads_of_each_group():
         output.sum().backward()
     assert backward.get_total_counts() == 1
     assert x.grad.item() == sum(rows)
+
+
+@pytest.mark.world_size(2)
+def test_layers_that_are_alike_share_compiled_code():
+    mesh = DeviceMeshParameters(tensor_parallel=2).build().mesh_for(DENSE_DOMAIN)["tp"]
+    blocks = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8)) for _ in range(10)))
+    for block in blocks:
+        parallelize_tensor(block[0], FusedColwiseParallel((2, 2)), mesh)
+    compiled: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, _: list[torch.Tensor]) -> Callable[..., Any]:
+        compiled.append(graph)
+        return graph.forward
+
+    torch.compiler.reset()
+    compile_blocks(blocks, backend=backend, fullgraph=True)
+    x = torch.ones(3, 8)
+    for block in blocks:
+        block(x).sum().backward()
+    assert len(compiled) == 1
 
 
 class Doubled(nn.Linear):

@@ -185,6 +185,14 @@ def test_what_is_wrong_with_a_plan(name: str, patterns: Any, degrees: dict[str, 
         resolve_plan(causal_lm(name, False), plan_of(patterns), DeviceMeshParameters(**degrees))
 
 
+def test_patterns_that_are_no_strings_are_named_beside_the_rest():
+    patterns = {3: "shard", None: "nothing", "laers.*": "shard"}
+    with pytest.raises(ValueError, match=r"'laers\.\*' matches no submodule") as caught:
+        resolve_plan(nn.Linear(2, 2), plan_of(patterns), DeviceMeshParameters())
+    for said in ("3 is no pattern of submodule names", "None is no pattern of", "None: unknown placement 'nothing'"):
+        assert str(caught.value).count(said) == 1
+
+
 def test_router_losses_have_to_be_within_a_context():
     """Those of layers beside it would balance the parts of sequences; without losses nothing is counted."""
     model, params = causal_lm(MOE, False), DeviceMeshParameters(context_parallel_shard=2)

@@ -68,7 +68,7 @@ class FlashAttention2SdpaBackend(nn.Module):
         value_dim = value_states.shape[-1]
         # The kernel wants one size; zeros change neither products nor sums.
         size = max(query_states.shape[-1], value_dim)
-        padded = (F.pad(states, (0, size - states.shape[-1])) for states in (query_states, key_states, value_states))
+        padded = (_widened(states, size) for states in (query_states, key_states, value_states))
         window = tuple(-1 if size is None else size for size in self.window_size)
         output = self._kernel(
             *(states.transpose(-3, -2) for states in padded),  # (B, T, H, D)
@@ -123,6 +123,11 @@ class FlashAttention4SdpaBackend(nn.Module):
             learnable_sink=sinks,
         )
         return output.transpose(-3, -2)
+
+
+def _widened(states: torch.Tensor, size: int) -> torch.Tensor:
+    # To pad by nothing would copy.
+    return states if states.shape[-1] == size else F.pad(states, (0, size - states.shape[-1]))
 
 
 def _refuse_masks(kind: str, has_mask: bool) -> None:

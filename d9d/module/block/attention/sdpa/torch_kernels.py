@@ -10,6 +10,7 @@ states do not cut it short. The sink's key stands last, and a mask lets all quer
 
 import contextlib
 from collections.abc import Sequence
+from typing import Final
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +29,9 @@ _KERNELS = {
 _DIM_MULTIPLE = 8
 """Kernels want heads of a multiple of this many dimensions."""
 _HALF_DTYPES = (torch.float16, torch.bfloat16)
+_ALL_SHARE_HEADS: Final = torch.version.hip is None and torch.__version__ >= (2, 14)
+"""Whether, on CUDA, efficient and cuDNN attention take fewer key heads than query heads too, and not flash attention alone. From
+the documentation of `scaled_dot_product_attention`: torch 2.13 names flash attention, 2.14 all three, for NVIDIA."""
 
 
 class TorchSdpaBackend(nn.Module):
@@ -45,6 +49,8 @@ class TorchSdpaBackend(nn.Module):
         super().__init__()
         self.window_size = params.window_size
         self.may_use_flash = kernels is None or TorchSdpaBackendType.FLASH_ATTENTION in kernels
+        others = {TorchSdpaBackendType.EFFICIENT_ATTENTION, TorchSdpaBackendType.CUDNN_ATTENTION}
+        self._may_use_others = kernels is None or not others.isdisjoint(kernels)
         self._kernels = None if kernels is None else [_KERNELS[kernel] for kernel in kernels]
         self.sinks = None if params.num_sinks is None else AttentionSinks(params.num_sinks)
 
@@ -97,11 +103,13 @@ class TorchSdpaBackend(nn.Module):
     def _can_share_heads(
         self, query_states: torch.Tensor, value_states: torch.Tensor, mask: torch.Tensor | None
     ) -> bool:
-        """Tell whether a fused kernel takes fewer key heads than query heads: on accelerators flash attention alone (torch 2.13).
+        """Tell whether a fused kernel takes fewer key heads than query heads: on accelerators often flash attention alone.
 
         Where none does, torch would hold all attention weights, and copy key heads all the same.
         """
         if query_states.device.type == "cpu":
+            return True
+        if _ALL_SHARE_HEADS and query_states.device.type == "cuda" and self._may_use_others:
             return True
         takes_states = query_states.dtype in _HALF_DTYPES and query_states.shape[-1] == value_states.shape[-1]
         return self.may_use_flash and mask is None and takes_states

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from pydantic import TypeAdapter, ValidationError
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from d9d.module.block.attention.sdpa import (
@@ -205,7 +206,18 @@ class KeyHeads(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.nn.functional.scaled_dot_product_attention:
             self.calls.append((args[1].shape[-3], kwargs["enable_gqa"]))
+            return torch.empty(args[0].shape, device="meta")  # the other device may not be there
         return func(*args, **(kwargs or {}))
+
+
+def key_heads(device: str, dtype: torch.dtype, kernels: list[str] | None, window: int | None) -> tuple[int, bool]:
+    backend = build(TorchSdpaBackendConfig(backends=kernels), (window, None))
+    q, k, v = (torch.empty(1, heads, 7, 8, device=device, dtype=dtype) for heads in (4, 2, 2))
+    with KeyHeads() as seen:
+        seen.calls = []
+        backend(q, k, v, None, True, SCALE)
+    (call,) = seen.calls
+    return call
 
 
 @pytest.mark.parametrize(
@@ -221,13 +233,30 @@ class KeyHeads(TorchFunctionMode):
 def test_key_heads_are_copied_where_no_fused_kernel_shares_them(
     device: str, dtype: torch.dtype, kernels: list[str] | None, window: int | None, shares: bool
 ):
-    """What the documentation of torch says of CUDA stands for all accelerators, here for none."""
-    backend = build(TorchSdpaBackendConfig(backends=kernels), (window, None))
-    q, k, v = (torch.empty(1, heads, 7, 8, device=device, dtype=dtype) for heads in (4, 2, 2))
-    with KeyHeads() as seen:
-        seen.calls = []
-        backend(q, k, v, None, True, SCALE)
-    assert seen.calls == [(2, True) if shares else (4, False)]
+    """What the documentation of torch 2.13 says of CUDA stands for all accelerators, here for none."""
+    assert key_heads(device, dtype, kernels, window) == ((2, True) if shares else (4, False))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kernels", "window", "flash_computes", "others_may"),
+    [
+        (torch.bfloat16, None, None, True, True),
+        (torch.bfloat16, None, 2, False, True),  # a mask
+        (torch.float32, None, None, False, True),
+        (torch.bfloat16, ["EFFICIENT_ATTENTION"], None, False, True),
+        (torch.bfloat16, ["FLASH_ATTENTION", "CUDNN_ATTENTION"], 2, False, True),
+        (torch.bfloat16, ["FLASH_ATTENTION", "MATH"], 2, False, False),
+    ],
+)
+def test_key_heads_are_shared_on_cuda_by_the_kernels_that_torch_names(
+    dtype: torch.dtype, kernels: list[str] | None, window: int | None, flash_computes: bool, others_may: bool
+):
+    """Asks the documentation of the torch that is installed."""
+    said = " ".join((torch.nn.functional.scaled_dot_product_attention.__doc__ or "").split())
+    says_all = "cuDNN attention" in said and "Memory-efficient attention also supports GQA on NVIDIA CUDA" in said
+    shares = flash_computes or (others_may and says_all and torch.version.hip is None)
+    with FakeTensorMode():
+        assert key_heads("cuda", dtype, kernels, window) == ((2, True) if shares else (4, False))
 
 
 def test_config_union():
