@@ -80,10 +80,18 @@ def _unfreeze(module: nn.Module, names: Collection[str]) -> None:
         parameter.requires_grad = True
 
 
+_RULE = (
+    "the optimizers are not the same on all pipeline ranks. While they train, add one group per epoch, in "
+    "on_train_epoch_start, with the same options on all ranks; those without a parameter for it are given an empty one. "
+    "Or add each group on all ranks, empty where it has no parameters"
+)
+
+
 class AddedGroups:
     """Lets the ranks of a pipeline have the same groups, where some have no parameters for one that was added.
 
-    Callbacks add none there, but count on it: they change the learning rate of the last group.
+    Callbacks add none there, but count on it: they change the learning rate of the last group. Which of several groups a rank
+    lacks cannot be told, so there may be one per epoch.
     """
 
     def __init__(self, module: nn.Module, cut: StageCut) -> None:
@@ -114,8 +122,8 @@ class AddedGroups:
             for options in groups[len(optimizer.param_groups) :]:
                 optimizer.add_param_group({"params": [], **options})
         sizes = [len(groups) for groups in longest]
-        if self._sizes and sizes != self._sizes:
-            check_optimizers(self._module, optimizers, self._cut)
+        if sizes != self._sizes:
+            check_optimizers(self._module, optimizers, self._cut, _RULE)
         self._sizes = sizes
 
 

@@ -23,7 +23,7 @@ from d9d.checkpoint import Document
 from d9d.core.dist_ops import all_gather_object
 from d9d_lightning.checkpoints.restore import NAMES_KEY, TRAINABLE_KEY
 from d9d_lightning.checkpoints.saved_tensors import SavedFiles, SavedTensors
-from d9d_lightning.checkpoints.stage_optimizers import GroupNames, StageCut, merge_group_names
+from d9d_lightning.checkpoints.stage_optimizers import GroupNames, StageCut, check_group_counts, merge_group_names
 
 __all__ = ["Checkpoint", "checkpoint_from", "state_to_save"]
 
@@ -82,6 +82,9 @@ def state_to_save(
         groups: As of `named_groups`, of each optimizer in ``checkpoint["optimizer_states"]``.
         cut: The whole module, if it is cut into pipeline stages.
         is_of_first_replica: Whether plain values that may differ between replicas, such as buffers, are saved from here.
+
+    Raises:
+        ValueError: On all ranks of the pipeline, if the optimizers have other numbers of groups on some.
     """
     known = cut.state_names if cut is not None else tuple(module.state_dict())
     values, others = _named_values(checkpoint, groups, frozenset(known))
@@ -94,6 +97,7 @@ def state_to_save(
         trainable=frozenset(name for name, parameter in module.named_parameters() if parameter.requires_grad),
     )
     parts, own = ([part], 0) if cut is None else (all_gather_object(part, cut.group), cut.group.rank())
+    check_group_counts([of_rank.groups for of_rank in parts])
     owners = _owners(parts, known, last_rank=0 if cut is None else cut.last_rank)
     parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     state: dict[str, Any] = {}

@@ -21,6 +21,7 @@ from d9d.core.placement import local_tensor
 __all__ = [
     "GroupNames",
     "StageCut",
+    "check_group_counts",
     "check_optimizers",
     "merge_group_names",
     "named_groups",
@@ -29,6 +30,11 @@ __all__ = [
     "set_up_together",
     "whole_groups",
 ]
+
+SET_UP_RULE = (
+    "configure_optimizers() must build the same optimizers on all pipeline ranks, though each has only the parameters of its "
+    "stages. Fill the groups by filters over named_parameters(), and keep those that stay empty"
+)
 
 GroupNames = tuple[tuple[str, ...], ...]
 """Names of the parameters of an optimizer, by group."""
@@ -110,13 +116,25 @@ def whole_groups(own: Sequence[GroupNames], cut: StageCut) -> list[GroupNames]:
         ValueError: On all ranks, if there are other numbers of groups on some.
     """
     parts = all_gather_object(list(own), cut.group)
+    check_group_counts(parts)
+    return [merge_group_names(by_rank, cut.parameter_names) for by_rank in zip(*parts, strict=True)]
+
+
+def check_group_counts(parts: Sequence[Sequence[GroupNames]]) -> None:
+    """Refuse optimizers whose numbers of groups differ between pipeline ranks. Pure.
+
+    Args:
+        parts: Groups of each optimizer, by rank.
+
+    Raises:
+        ValueError: If they do.
+    """
     counts = [[len(groups) for groups in theirs] for theirs in parts]
     if any(theirs != counts[0] for theirs in counts):
         raise ValueError(
             f"the optimizers have {counts} groups by pipeline rank. Add groups in on_train_epoch_start, or on all ranks: "
             f"they may be empty."
         )
-    return [merge_group_names(by_rank, cut.parameter_names) for by_rank in zip(*parts, strict=True)]
 
 
 def set_up_together(setup: Callable[[], None], cut: StageCut | None) -> None:
@@ -152,8 +170,16 @@ def set_up_together(setup: Callable[[], None], cut: StageCut | None) -> None:
         raise RuntimeError(f"optimizers could not be set up on other ranks. {' '.join(problems)}")
 
 
-def check_optimizers(module: nn.Module, optimizers: Sequence[Optimizer], cut: StageCut | None) -> None:
-    """Refuse optimizers that the pipeline ranks have set up differently. All ranks must call it before they train.
+def check_optimizers(
+    module: nn.Module, optimizers: Sequence[Optimizer], cut: StageCut | None, rule: str = SET_UP_RULE
+) -> None:
+    """Refuse optimizers that differ between the pipeline ranks. All ranks must call it.
+
+    Args:
+        module: Gives parameters their names.
+        optimizers: Its optimizers.
+        cut: The whole module, if it is cut into pipeline stages.
+        rule: What makes them alike, for the message.
 
     Raises:
         ValueError: On all ranks, with all that is wrong.
@@ -170,11 +196,7 @@ def check_optimizers(module: nn.Module, optimizers: Sequence[Optimizer], cut: St
     problems = [f"pipeline rank {rank}: {text}" for rank, (_, text) in enumerate(gathered) if text is not None]
     problems = problems or optimizer_problems([theirs for theirs, _ in gathered], cut.parameter_names)
     if problems:
-        raise ValueError(
-            "configure_optimizers() must build the same optimizers on all pipeline ranks, though each has only the "
-            "parameters of its stages. Fill the groups by filters over named_parameters(), and keep those that stay "
-            "empty:\n" + "\n".join(f"- {text}" for text in problems)
-        )
+        raise ValueError(f"{rule}:\n" + "\n".join(f"- {text}" for text in problems))
 
 
 def _describe(module: nn.Module, optimizer: Optimizer) -> OptimizerPart:

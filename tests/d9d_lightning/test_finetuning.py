@@ -119,7 +119,33 @@ class TokenAlone(BaseFinetuning):
             optimizer.add_param_group({"params": [pl_module.backbone.token], "lr": 1e-3})
 
 
+class TwoGroups(LastBlocks):
+    """Unfreezes a block of each stage in one epoch, at different rates."""
+
+    def __init__(self, epoch):
+        super().__init__()
+        self.epoch = epoch
+
+    def finetune_function(self, pl_module, epoch, optimizer):
+        if epoch == self.epoch:
+            for number, rate in ((1, 1e-3), (3, 5e-4)):
+                self.unfreeze_and_add_param_group(pl_module.backbone[number], optimizer, lr=rate)
+
+
+class GroupAtEnd(LastBlocks):
+    """Adds a group of one stage where no step comes before the save."""
+
+    def finetune_function(self, pl_module, epoch, optimizer):
+        pass
+
+    def on_train_end(self, trainer, pl_module):
+        self.unfreeze_and_add_param_group(pl_module.backbone[3], trainer.optimizers[0], lr=1e-3)
+
+
 CALLBACKS = {
+    "two at first": lambda: TwoGroups(0),
+    "two later": lambda: TwoGroups(1),
+    "at the end": GroupAtEnd,
     "whole": WholeBackbone,
     "backbone": lambda: BackboneFinetuning(UNFREEZES, lambda_func=lambda epoch: 1.5, should_align=False),
     "blocks": LastBlocks,
@@ -235,3 +261,18 @@ def test_only_what_was_unfrozen_is(is_plain, tmp_path):
     trained = {name for name, parameter in resumed.named_parameters() if parameter.requires_grad}
     assert trained == {"backbone.token", "head.weight", "head.bias"}
     assert not resumed.backbone.norm.track_running_stats
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("when", ["at first", "later"])
+def test_stages_add_one_group_per_epoch(when):
+    with pytest.raises(ValueError, match=r"one group per epoch(.|\n)*optimizer 0, group 1: lr is 0.001, 0.0005"):
+        fit(trainer_of(MESHES["pipeline"], f"two {when}", 2))
+
+
+@pytest.mark.world_size(2)
+def test_a_save_with_a_group_on_one_stage_alone_fails_on_all(tmp_path):
+    trainer = trainer_of(MESHES["pipeline"], "at the end", 1)
+    fit(trainer)
+    with pytest.raises(ValueError, match=r"\[\[1\], \[2\]\] groups by pipeline rank"):
+        trainer.save_checkpoint(tmp_path / "last.ckpt")
