@@ -29,7 +29,8 @@ _KERNELS = {
 _DIM_MULTIPLE = 8
 """Kernels want heads of a multiple of this many dimensions."""
 _HALF_DTYPES = (torch.float16, torch.bfloat16)
-_ALL_SHARE_HEADS: Final = torch.version.hip is None and torch.__version__ >= (2, 14)
+# A version compares with tuples, whatever its type says.
+_ALL_SHARE_HEADS: Final = torch.version.hip is None and torch.__version__ >= (2, 14)  # pyright: ignore[reportOperatorIssue]
 """Whether, on CUDA, efficient and cuDNN attention take fewer key heads than query heads too, and not flash attention alone. From
 the documentation of `scaled_dot_product_attention`: torch 2.13 names flash attention, 2.14 all three, for NVIDIA."""
 
