@@ -29,8 +29,7 @@ _KERNELS = {
 _DIM_MULTIPLE = 8
 """Kernels want heads of a multiple of this many dimensions."""
 _HALF_DTYPES = (torch.float16, torch.bfloat16)
-# A version compares with tuples, whatever its type says.
-_ALL_SHARE_HEADS: Final = torch.version.hip is None and torch.__version__ >= (2, 14)  # pyright: ignore[reportOperatorIssue]
+_ALL_SHARE_HEADS: Final = torch.version.hip is None and torch.__version__ >= "2.14"
 """Whether, on CUDA, efficient and cuDNN attention take fewer key heads than query heads too, and not flash attention alone. From
 the documentation of `scaled_dot_product_attention`: torch 2.13 names flash attention, 2.14 all three, for NVIDIA."""
 
@@ -110,7 +109,7 @@ class TorchSdpaBackend(nn.Module):
         """
         if query_states.device.type == "cpu":
             return True
-        if _ALL_SHARE_HEADS and query_states.device.type == "cuda" and self._may_use_others:
+        if _ALL_SHARE_HEADS and query_states.is_cuda and self._may_use_others:
             return True
         takes_states = query_states.dtype in _HALF_DTYPES and query_states.shape[-1] == value_states.shape[-1]
         return self.may_use_flash and mask is None and takes_states
