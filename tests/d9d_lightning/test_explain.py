@@ -88,7 +88,7 @@ def test_predictions_are_what_is_read(mesh, plan):
 
 
 def test_how_steps_run():
-    params = D9DStrategy({"pipeline_parallel": 2}).mesh
+    params = D9DStrategy({"pipeline_parallel": 2}, pipeline_module="model").mesh
     place = "pipeline over 2 ranks (1f1b)"
     assert steps_line(params, 4, "1f1b", 1) == f"split, {place}: each batch is cut into 4 microbatches"
     window = "the batches that accumulate_grad_batches puts together run as one pack"

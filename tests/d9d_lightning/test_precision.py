@@ -290,7 +290,7 @@ def test_copies_outside_of_the_stages_count_once():
     inside, outside = parameter_with_gradient((36.0, 77.0)[rank], "plain"), parameter_with_gradient(2.0, "plain")
     scope = NormScope(pipeline=pipeline, uncounted=frozenset([outside] if rank else []))
     norms = []
-    strategy = D9DStrategy({"pipeline_parallel": 2})
+    strategy = D9DStrategy({"pipeline_parallel": 2}, pipeline_module="model")
     plugin = strategy.precision_plugin
     install_mesh_clipping(plugin, norms.append, lambda: scope)
     plugin.clip_gradients(torch.optim.SGD([outside, inside], lr=1.0), 8.5)
@@ -305,7 +305,7 @@ def test_norms_of_stages():
     pipeline = DeviceMeshParameters(pipeline_parallel=2).build().mesh_for(DENSE_DOMAIN)["pp"]
     parameter = parameter_with_gradient((36.0, 77.0)[dist.get_rank()], "plain")
     norms = []
-    strategy = D9DStrategy({"pipeline_parallel": 2})
+    strategy = D9DStrategy({"pipeline_parallel": 2}, pipeline_module="model")
     plugin = strategy.precision_plugin
     install_mesh_clipping(plugin, norms.append, lambda: NormScope(pipeline=pipeline))
     plugin.clip_gradients(torch.optim.SGD([parameter], lr=1.0), 8.5)
