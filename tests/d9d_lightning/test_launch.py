@@ -23,7 +23,7 @@ from d9d_lightning.jobs.process_launcher import ProcessLauncher
 from tests.d9d_lightning.support import Regression, make_samples, plain_trainer, rank_loader, seeded
 
 ROOT = Path(__file__).resolve().parents[2]
-TIME_LIMIT_S = 90
+TIME_LIMIT_S = 180
 
 
 @pytest.fixture(autouse=True)
