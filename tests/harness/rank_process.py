@@ -86,7 +86,7 @@ class RankProcess:
     def request_stack(self) -> None:
         """Make the rank write its stack, which takes a moment, even if it is stuck in C++."""
         if self._process.is_alive() and self._process.pid is not None:
-            os.kill(self._process.pid, signal.SIGUSR1)
+            os.kill(self._process.pid, signal.SIGUSR2)
 
     def read_stack(self) -> str:
         """Return what was written since the rank started."""

@@ -68,7 +68,8 @@ def _become_rank_process(stack_path: str) -> None:
     multiprocessing.set_start_method(None, force=True)
     # Never closed: faulthandler keeps only its descriptor.
     stack_file = os.open(stack_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=True)
+    # Not SIGUSR1, by which Lightning and our trainers are told to save and end.
+    faulthandler.register(signal.SIGUSR2, file=stack_file, all_threads=True)
     faulthandler.enable(file=2)
     torch.set_num_threads(1)
 
